@@ -1,0 +1,45 @@
+"""Train neural networks over thin wires."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from thinwire.comm.base import Comm as Comm
+    from thinwire.comm.process import join as join
+    from thinwire.comm.threads import simulate as simulate
+    from thinwire.data import Shard as Shard
+    from thinwire.data import loader as loader
+    from thinwire.errors import RunError as RunError
+    from thinwire.errors import UsageError as UsageError
+    from thinwire.strategies.base import Strategy as Strategy
+    from thinwire.strategies.base import prepare as prepare
+    from thinwire.tasks.base import Task as Task
+
+__version__ = "0.1.0.dev0"
+
+# Loaded on first use, so that `import thinwire` and `thinwire list` need no torch.
+_HOME = {
+    "Comm": "thinwire.comm.base",
+    "RunError": "thinwire.errors",
+    "Shard": "thinwire.data",
+    "Strategy": "thinwire.strategies.base",
+    "Task": "thinwire.tasks.base",
+    "UsageError": "thinwire.errors",
+    "join": "thinwire.comm.process",
+    "loader": "thinwire.data",
+    "prepare": "thinwire.strategies.base",
+    "simulate": "thinwire.comm.threads",
+}
+__all__ = [*_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'thinwire' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -1,0 +1,203 @@
+"""Checkpoints: safetensors for tensors, JSON for the rest, nothing pickled, never half written.
+
+Each rank writes its own two files, so ranks need not share a disk. The manifest comes last and holds the hash
+of the tensors: a checkpoint without a manifest, or with another hash, does not count. On resume the ranks agree
+on the newest step that all of them have whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from thinwire.comm.base import Comm, gather_json
+from thinwire.errors import RunError
+from thinwire.records import write_atomically, write_text
+
+FORMAT = "thinwire-checkpoint-1"
+Tree = Any  # dicts, lists, tuples, tensors, numbers, strings, booleans, None
+
+
+class Checkpoints:
+    """The checkpoints of one run, as one rank sees them.
+
+    `identity` describes the run (its config); a checkpoint of another run is refused.
+    """
+
+    def __init__(
+        self, folder: Path, comm: Comm, identity: dict[str, Any], keep: int, warn: Callable[[str], None]
+    ) -> None:
+        self.folder = folder
+        self.comm = comm
+        self.identity = {**identity, "ranks": comm.size}
+        self.keep = keep
+        self.warn = warn
+
+    def save(self, step: int, make_state: Callable[[], Tree]) -> None:
+        """Write a checkpoint and keep the last few. Collective."""
+        with self.comm.ledger.purpose("checkpoint"):
+            self.comm.barrier()  # from here on every rank has every earlier checkpoint
+        for old in self._steps()[: -max(self.keep - 1, 1)]:
+            self._drop(old)
+        tensors: dict[str, Tensor] = {}
+        tree = _pack(make_state(), tensors)
+        data, manifest = self._files(step)
+        write_atomically(data, lambda path: _save(tensors, path))
+        text = {"format": FORMAT, "step": step, "identity": self.identity, "sha256": _hash(data), "tree": tree}
+        write_text(manifest, json.dumps(text))
+
+    def load_latest(self) -> tuple[int, Tree] | None:
+        """The newest checkpoint that every rank has whole, or None. Collective."""
+        found: dict[int, Tree] = {}
+        candidates = self._steps()
+        while True:
+            mine = next((s for s in reversed(candidates) if s in found or self._try(s, found)), -1)
+            everyones = gather_json(self.comm, mine)
+            step = min(everyones)
+            if step == max(everyones):
+                self._set_aside(step)
+                return (step, found[step]) if step >= 0 else None
+            candidates = [s for s in candidates if s <= step]
+
+    def _set_aside(self, step: int) -> None:
+        """Rename what is newer than the checkpoint in use: it must not count, but it is not ours to delete."""
+        for newer in [s for s in self._steps() if s > step]:
+            manifest = self._files(newer)[1]
+            manifest.replace(manifest.with_suffix(".json.refused"))
+
+    def _try(self, step: int, found: dict[int, Tree]) -> bool:
+        try:
+            found[step] = self._read(step)
+        except RunError as error:
+            self.warn(f"{error}; trying the one before")
+        return step in found
+
+    def _read(self, step: int) -> Tree:
+        data, manifest = self._files(step)
+        try:
+            text = json.loads(manifest.read_text(encoding="utf-8"))
+            if text["format"] != FORMAT:
+                raise RunError(f"checkpoint {manifest} has format {text['format']!r}, not {FORMAT!r}")
+            if text["identity"] != self.identity:
+                raise RunError(
+                    f"checkpoint {manifest} is of another run ({_difference(text['identity'], self.identity)})"
+                )
+            if text["sha256"] != _hash(data):
+                raise RunError(f"checkpoint {data} is damaged (its hash is not the one in its manifest)")
+            return _unpack(text["tree"], load_file(data))
+        except (OSError, KeyError, TypeError, ValueError, AttributeError, SafetensorError) as error:
+            raise RunError(f"checkpoint {manifest.parent} is damaged ({type(error).__name__}: {error})") from error
+
+    def _steps(self) -> list[int]:
+        """Steps that this rank has a manifest for, oldest first."""
+        names = (re.fullmatch(r"step-(\d+)", path.name) for path in self.folder.glob("step-*"))
+        steps = [int(match[1]) for match in names if match]
+        return sorted(step for step in steps if self._files(step)[1].exists())
+
+    def _files(self, step: int) -> tuple[Path, Path]:
+        folder = self.folder / f"step-{step:08d}"
+        return folder / f"rank-{self.comm.rank}.safetensors", folder / f"rank-{self.comm.rank}.json"
+
+    def _drop(self, step: int) -> None:
+        data, manifest = self._files(step)
+        manifest.unlink(missing_ok=True)  # first: without it the rest does not count
+        data.unlink(missing_ok=True)
+        with suppress(OSError):  # not empty: other ranks of this disk are not done yet
+            manifest.parent.rmdir()
+
+
+def _save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:  # how safetensors reports a full disk
+        raise OSError(str(error)) from error
+
+
+def save_model(model: nn.Module, path: Path) -> None:
+    """The model's parameters and buffers as one ordinary safetensors file, without thinwire's help to read."""
+    tensors = {name: t.detach().cpu().contiguous().clone() for name, t in model.state_dict().items()}
+    write_atomically(path, lambda temporary: _save(tensors, temporary, {"format": "pt"}))
+
+
+def _pack(tree: Tree, tensors: dict[str, Tensor], path: str = "") -> Tree:
+    """A tree as JSON: tensors are put aside under their path, and what JSON lacks is marked."""
+    match tree:
+        case Tensor():
+            tensors[path] = tree.detach().cpu().contiguous().clone()
+            return {"$tensor": path}
+        case dict():
+            items = [[key, _pack(value, tensors, f"{path}/{key}")] for key, value in tree.items()]
+            plain = all(isinstance(key, str) and not key.startswith("$") for key in tree)
+            return dict(items) if plain else {"$items": items}
+        case tuple():
+            return {"$tuple": [_pack(value, tensors, f"{path}/{i}") for i, value in enumerate(tree)]}
+        case list():
+            return [_pack(value, tensors, f"{path}/{i}") for i, value in enumerate(tree)]
+        case None | bool() | int() | float() | str():
+            return tree
+    raise TypeError(f"a checkpoint cannot hold {type(tree).__name__} (at {path or 'its root'})")
+
+
+def _unpack(tree: Tree, tensors: dict[str, Tensor]) -> Tree:
+    match tree:
+        case {"$tensor": path}:
+            return tensors[path]
+        case {"$items": items}:
+            return {key: _unpack(value, tensors) for key, value in items}
+        case {"$tuple": values}:
+            return tuple(_unpack(value, tensors) for value in values)
+        case dict():
+            return {key: _unpack(value, tensors) for key, value in tree.items()}
+        case list():
+            return [_unpack(value, tensors) for value in tree]
+    return tree
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _difference(saved: dict[str, Any], own: dict[str, Any]) -> str:
+    keys = [key for key in {**saved, **own} if saved.get(key) != own.get(key)]
+    return ", ".join(f"{key}: {saved.get(key)} there, {own.get(key)} here" for key in keys)
+
+
+def random_state() -> dict[str, Any]:
+    """The state of every random generator that training may use."""
+    version, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+        "python": (version, tuple(internal), gauss),
+        "numpy": (
+            str(name),
+            torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            int(position),
+            int(has_gauss),
+            cached,
+        ),
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Go on with the random numbers of a state."""
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"])
+    random.setstate(state["python"])
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))

@@ -1,0 +1,102 @@
+"""The command line: arguments → calls."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import App, CycloptsError, Parameter
+from pydantic import ValidationError
+from rich.console import Console
+
+from thinwire import __version__, registry
+from thinwire.config import RunConfig
+from thinwire.errors import ThinwireError
+
+app = App(
+    name="thinwire",
+    version=__version__,
+    help="""Train neural networks over thin wires.
+
+    Start here:
+
+        thinwire train --ranks 4                      # digits, four processes, exact gradients
+        thinwire list strategies                      # what else there is, with every option
+        torchrun --nproc-per-node 4 -m thinwire train # the same inside a world that exists already
+    """,
+)
+
+
+@app.command(sort_key=1)
+def train(
+    file: Annotated[Path | None, Parameter(help="Settings as TOML; options given here win over it.")] = None,
+    /,
+    *,
+    settings: Annotated[RunConfig, Parameter(name="*")] = RunConfig(),
+) -> None:
+    """Train one model with one strategy; print what it reached and what it sent.
+
+    Names may carry options in brackets, as in --strategy "data_parallel(parcel_mb=5)" or
+    --model "mlp(width=512, depth=3)".
+
+    Examples:
+
+        thinwire train --ranks 4 --epochs 10
+        thinwire train --task cifar10 --data DIR --model resnet18 --ranks 2 --autocast
+        thinwire train --out runs/digits-data_parallel-1 --resume
+    """
+    from thinwire.launch import launch, settle
+
+    launch(settle(file, settings.model_dump(include=settings.model_fields_set)))
+
+
+@app.command(name="list", sort_key=2)
+def list_(
+    kind: Literal["strategies", "reducers", "tasks", "models", "optimizers", "schedules"] | None = None,
+    /,
+    *,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", help="For programs.")] = False,
+) -> None:
+    """Show everything that has a name, with its options.
+
+    Parameters
+    ----------
+    kind
+        Show only these.
+    """
+    kinds = [kind] if kind else list(registry.TABLE)
+    if as_json:
+        entries = {
+            k: {e.name: {"about": e.about, "options": [o._asdict() for o in e.options]} for e in registry.describe(k)}
+            for k in kinds
+        }
+        print(json.dumps(entries, indent=2))
+        return
+    console = Console(highlight=False)
+    for k in kinds:
+        console.print(f"[bold]{k}[/bold]")
+        for entry in registry.describe(k):
+            console.print(f"  [cyan]{entry.name}[/cyan]  {entry.about}", soft_wrap=True)
+            for o in entry.options:
+                default = f" = {o.default}" if o.default else ""
+                about = f"  {o.about}" if o.about else ""
+                console.print(f"      {o.name}{default}[dim]{about}[/dim]", soft_wrap=True)
+
+
+def main() -> None:
+    """Entry point: users' mistakes end with one message and code 2, failures with code 1."""
+    sys.path.insert(0, "")  # --task package.module:function is found from the current folder
+    try:
+        app(exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        cause = error.__cause__
+        _stop(registry.explain(cause, "train") if isinstance(cause, ValidationError) else str(error), 2)
+    except ThinwireError as error:
+        _stop(str(error), error.exit_code)
+
+
+def _stop(message: str, code: int) -> None:
+    print(f"thinwire: {message}", file=sys.stderr)
+    sys.exit(code)

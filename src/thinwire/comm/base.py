@@ -1,0 +1,175 @@
+"""Comm: how ranks talk. One set of operations, booked the same way, over processes or threads."""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from thinwire.comm import ledger as formulas
+from thinwire.comm.ledger import Ledger
+from thinwire.errors import UsageError
+
+T = TypeVar("T")
+Op = Literal["sum", "max", "min"]
+
+
+class Pending(Protocol):
+    """An operation under way. `wait` gives its result; `done` never blocks."""
+
+    def wait(self) -> Tensor: ...
+    def done(self) -> bool: ...
+
+
+class Comm(ABC):
+    """A group of ranks on one link. Every operation is collective over the group except send and recv.
+
+    Inputs are never changed and results are fresh tensors on the input's device. Every operation works at
+    size 1, so callers need no special case for one rank. Subclasses move bytes; this class books them.
+    """
+
+    rank: int
+    size: int
+    link: str
+    backend: str
+    ledger: Ledger
+
+    # ---- arithmetic: the same shape and dtype on every rank, bitwise the same result on every rank
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Σ over ranks."""
+        return self._all_reduced(tensor, "sum")
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """Largest over ranks, element by element."""
+        return self._all_reduced(tensor, "max")
+
+    def min(self, tensor: Tensor) -> Tensor:
+        """Smallest over ranks, element by element."""
+        return self._all_reduced(tensor, "min")
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        """(1/n)·Σ over ranks; for floating-point tensors.
+
+        >>> import thinwire, torch
+        >>> thinwire.simulate(lambda comm: comm.mean(torch.tensor([1.0 * comm.rank])).item(), ranks=3)
+        [1.0, 1.0, 1.0]
+        """
+        return self.start_mean(tensor).wait()
+
+    def start_mean(self, tensor: Tensor) -> Pending:
+        """Begin a mean and return at once; the tensor may change afterwards, the result is of now."""
+        if not tensor.is_floating_point():
+            raise UsageError(f"mean of a {tensor.dtype} tensor; possible for floating-point tensors; try sum")
+        return _Mean(self, tensor)
+
+    # ---- movement: any dtype, bytes go unchanged
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's tensor, in rank order, on every rank; shapes must be equal."""
+        payload = _bytes(tensor)
+        wire = formulas.all_gather_bytes(payload, self.size)
+        return self._booked("all_gather", payload, wire, lambda: self._all_gather(tensor))
+
+    def all_to_all(self, parts: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Send parts[j] to rank j; returns what each rank sent here, shaped as `like` (default: as parts)."""
+        if len(parts) != self.size:
+            raise UsageError(f"all_to_all: {len(parts)} parts given for {self.size} ranks; give one for each rank")
+        payload = sum(map(_bytes, parts))
+        wire = payload - _bytes(parts[self.rank])
+        return self._booked("all_to_all", payload, wire, lambda: self._all_to_all(parts, like or parts))
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
+        """The root's tensor on every rank; the others give one of the same shape."""
+        payload = _bytes(tensor)
+        wire = formulas.broadcast_bytes(payload, self.size, self.rank, root, self.backend)
+        return self._booked("broadcast", payload, wire, lambda: self._broadcast(tensor, root))
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send to one rank, which must call recv."""
+        self._booked("send", _bytes(tensor), _bytes(tensor), lambda: self._send(tensor, to))
+
+    def recv(self, like: Tensor, source: int) -> Tensor:
+        """Receive what `source` sends: a tensor shaped like the one given."""
+        return self._booked("recv", _bytes(like), 0, lambda: self._recv(like, source))
+
+    def barrier(self) -> None:
+        """Return once every rank is here."""
+        self.sum(torch.zeros(1))
+
+    @abstractmethod
+    def split(self, groups: Sequence[Sequence[int]], link: str) -> Comm:
+        """The group that this rank is in, as a Comm of its own; every rank calls it with the same groups."""
+
+    # ---- what a backend provides
+
+    @abstractmethod
+    def _start_reduce(self, tensor: Tensor, op: Op) -> Pending: ...
+    @abstractmethod
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]: ...
+    @abstractmethod
+    def _all_to_all(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]: ...
+    @abstractmethod
+    def _broadcast(self, tensor: Tensor, root: int) -> Tensor: ...
+    @abstractmethod
+    def _send(self, tensor: Tensor, to: int) -> None: ...
+    @abstractmethod
+    def _recv(self, like: Tensor, source: int) -> Tensor: ...
+
+    def _all_reduced(self, tensor: Tensor, op: Op) -> Tensor:
+        payload = _bytes(tensor)
+        wire = formulas.all_reduce_bytes(payload, self.size)
+        return self._booked("all_reduce", payload, wire, lambda: self._start_reduce(tensor, op).wait())
+
+    def _booked(self, op: str, payload: int, wire: int, run: Callable[[], T]) -> T:
+        begin = time.perf_counter()
+        result = run()
+        self._book(op, payload, wire, time.perf_counter() - begin)
+        return result
+
+    def _book(self, op: str, payload: int, wire: int, seconds: float) -> None:
+        self.ledger.book(self.link, op, ranks=self.size, payload_bytes=payload, wire_bytes=wire, seconds=seconds)
+
+    def _groups(self, groups: Sequence[Sequence[int]]) -> list[int]:
+        """Check a partition of the ranks; returns the group that this rank is in."""
+        if sorted(r for g in groups for r in g) != list(range(self.size)):
+            raise UsageError(f"split: {list(map(list, groups))} does not hold each of {self.size} ranks once")
+        return next(list(g) for g in groups if self.rank in g)
+
+
+class _Mean:
+    """A sum under way that is divided by n when it arrives; booked by whoever waits for it."""
+
+    def __init__(self, comm: Comm, tensor: Tensor) -> None:
+        self.comm = comm
+        self.begin = time.perf_counter()
+        self.pending = comm._start_reduce(tensor, "sum")
+        self.result: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        if self.result is None:
+            self.result = self.pending.wait().div_(self.comm.size)
+            payload = _bytes(self.result)
+            wire = formulas.all_reduce_bytes(payload, self.comm.size)
+            self.comm._book("all_reduce", payload, wire, time.perf_counter() - self.begin)
+        return self.result
+
+    def done(self) -> bool:
+        return self.pending.done()
+
+
+def gather_json(comm: Comm, value: Any) -> list[Any]:
+    """Every rank's JSON value on every rank. Text, never pickled objects, is what crosses the wire."""
+    text = json.dumps(value).encode()
+    length = int(comm.max(torch.tensor([len(text)])).item())
+    padded = torch.frombuffer(bytearray(text.ljust(length)), dtype=torch.uint8)
+    return [json.loads(bytes(t.tolist())) for t in comm.gather(padded)]
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,103 @@
+"""The ledger: every operation's payload and wire bytes, by link, operation, group size and purpose."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+Purpose = Literal["train", "sync", "eval", "checkpoint", "start"]
+
+
+class Key(NamedTuple):
+    """What the totals are kept by."""
+
+    purpose: Purpose
+    link: str
+    op: str
+    ranks: int
+
+
+@dataclass
+class Total:
+    """Sums over all operations of one key."""
+
+    calls: int = 0
+    payload_bytes: int = 0  # size of the tensors handed over
+    wire_bytes: int = 0  # what this rank put on the link for them
+    seconds: float = 0.0
+
+
+class Ledger:
+    """Counts what one rank sends.
+
+    >>> ledger = Ledger()
+    >>> with ledger.purpose("eval"):
+    ...     ledger.book("world", "all_reduce", ranks=4, payload_bytes=400, wire_bytes=600, seconds=0.1)
+    >>> ledger.wire_bytes, ledger.rows()[0]["purpose"]
+    (600, 'eval')
+    """
+
+    def __init__(self) -> None:
+        self.totals: dict[Key, Total] = {}
+        self._lock = threading.Lock()
+        self._purpose = threading.local()  # each thread says for itself what it is doing
+
+    @contextmanager
+    def purpose(self, purpose: Purpose) -> Iterator[None]:
+        """Book what this thread sends inside the block under a purpose; outside of any block it is "train"."""
+        before = getattr(self._purpose, "now", "train")
+        self._purpose.now = purpose
+        try:
+            yield
+        finally:
+            self._purpose.now = before
+
+    def book(self, link: str, op: str, *, ranks: int, payload_bytes: int, wire_bytes: int, seconds: float) -> None:
+        """Add one operation."""
+        key = Key(getattr(self._purpose, "now", "train"), link, op, ranks)
+        with self._lock:
+            total = self.totals.setdefault(key, Total())
+            total.calls += 1
+            total.payload_bytes += payload_bytes
+            total.wire_bytes += wire_bytes
+            total.seconds += seconds
+
+    @property
+    def wire_bytes(self) -> int:
+        """All bytes sent so far."""
+        return sum(total.wire_bytes for total in self.totals.values())
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The totals as plain rows, for JSON."""
+        with self._lock:
+            return [{**key._asdict(), **asdict(total)} for key, total in sorted(self.totals.items())]
+
+    def load_rows(self, rows: list[dict[str, Any]]) -> None:
+        """Continue from rows saved earlier."""
+        self.totals = {
+            Key(*(row[name] for name in Key._fields)): Total(*(row[name] for name in Total.__annotations__))
+            for row in rows
+        }
+
+
+def all_reduce_bytes(payload: int, ranks: int) -> int:
+    """A ring: 2(n−1)/n of the payload, in n−1 steps of summing and n−1 of handing round."""
+    return round(2 * (ranks - 1) / ranks * payload)
+
+
+def all_gather_bytes(payload: int, ranks: int) -> int:
+    """A ring: each rank passes on n−1 parts of the size of its own."""
+    return (ranks - 1) * payload
+
+
+def broadcast_bytes(payload: int, ranks: int, rank: int, root: int, backend: str) -> int:
+    """gloo: a binomial tree, the root sends ⌈log₂ n⌉ copies; nccl: a chain, all but the last send one."""
+    place = (rank - root) % ranks
+    if backend == "nccl":
+        return payload if place < ranks - 1 else 0
+    rounds = (ranks - 1).bit_length()
+    copies = [1 for i in range(rounds) if place < 2**i and place + 2**i < ranks]
+    return payload * len(copies)

@@ -1,0 +1,179 @@
+"""Ranks as threads of one process: the same laws in milliseconds, and any number of ranks on a laptop."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.base import Comm, Op, Pending
+from thinwire.comm.ledger import Ledger
+from thinwire.errors import PeerLost, UsageError
+
+T = TypeVar("T")
+Slot = tuple[Any, ...]
+COMBINE: dict[Op, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+class Board:
+    """Where the threads of one world leave things for each other."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.posts: dict[Slot, Any] = {}
+        self.taken: dict[Slot, int] = {}
+        self.ended: dict[int, str] = {}  # rank → why it will post nothing more
+
+    def post(self, slot: Slot, value: Any) -> None:
+        with self.changed:
+            self.posts[slot] = value
+            self.changed.notify_all()
+
+    def take(self, slot: Slot, poster: int, readers: int) -> Any:
+        """Wait for a rank's post; the last of its readers removes it."""
+        with self.changed:
+            self.changed.wait_for(lambda: slot in self.posts or poster in self.ended)
+            if slot not in self.posts:
+                raise PeerLost(f"lost contact with rank {poster} ({self.ended[poster]})")
+            value = self.posts[slot]
+            self.taken[slot] = self.taken.get(slot, 0) + 1
+            if self.taken[slot] == readers:
+                del self.posts[slot], self.taken[slot]
+            return value
+
+    def has(self, slots: Sequence[Slot]) -> bool:
+        with self.changed:
+            return all(slot in self.posts for slot in slots)
+
+    def end(self, rank: int, why: str) -> None:
+        with self.changed:
+            self.ended[rank] = why
+            self.changed.notify_all()
+
+
+class ThreadComm(Comm):
+    """One rank of a world of threads. It books what gloo would send for the same operations."""
+
+    backend = "gloo"
+
+    def __init__(self, board: Board, members: Sequence[int], rank: int, link: str, ledger: Ledger) -> None:
+        self.board = board
+        self.members = tuple(members)
+        self.rank = rank
+        self.size = len(self.members)
+        self.link = link
+        self.ledger = ledger
+        self._calls = 0
+        self._splits = 0
+        self._messages: dict[tuple[int, int], int] = {}
+        self._name: Slot = (link, self.members)
+
+    def split(self, groups: Sequence[Sequence[int]], link: str) -> ThreadComm:
+        own = self._groups(groups)
+        self._splits += 1
+        part = ThreadComm(self.board, [self.members[r] for r in own], own.index(self.rank), link, self.ledger)
+        part._name = (*self._name, self._splits, link, part.members)
+        return part
+
+    def _exchange(self, value: Any) -> Callable[[], list[Any]]:
+        """Leave a value for everyone; the returned function waits for all of them, in rank order."""
+        self._calls += 1
+        call = self._calls
+        self.board.post((*self._name, call, self.rank), value)
+        return lambda: [self._take((*self._name, call, r), r, self.size) for r in range(self.size)]
+
+    def _take(self, slot: Slot, poster: int, readers: int) -> Any:
+        return self.board.take(slot, self.members[poster], readers)
+
+    def _start_reduce(self, tensor: Tensor, op: Op) -> Pending:
+        collect = self._exchange(tensor.detach().clone())
+        slots = [(*self._name, self._calls, r) for r in range(self.size)]
+        return _Reduction(collect, op, lambda: self.board.has(slots))
+
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
+        parts = self._exchange(tensor.detach().clone())()
+        if any(p.shape != tensor.shape for p in parts):
+            raise UsageError(f"gather: shapes differ between ranks: {[tuple(p.shape) for p in parts]}; pad them first")
+        return [p.to(tensor.device, copy=True) for p in parts]
+
+    def _all_to_all(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        rows = self._exchange([p.detach().clone() for p in parts])()
+        return [row[self.rank].reshape(want.shape).to(want.device) for row, want in zip(rows, like, strict=True)]
+
+    def _broadcast(self, tensor: Tensor, root: int) -> Tensor:
+        sent: Tensor = self._exchange(tensor.detach().clone() if self.rank == root else None)()[root]
+        return sent.to(tensor.device, copy=True)
+
+    def _send(self, tensor: Tensor, to: int) -> None:
+        self.board.post(self._message(self.rank, to), tensor.detach().clone())
+
+    def _recv(self, like: Tensor, source: int) -> Tensor:
+        sent: Tensor = self._take(self._message(source, self.rank), source, readers=1)
+        return sent.reshape(like.shape).to(like.device)
+
+    def _message(self, source: int, to: int) -> Slot:
+        """The slot of the next message on this pair; messages arrive in the order they were sent."""
+        number = self._messages[source, to] = self._messages.get((source, to), 0) + 1
+        return (*self._name, "message", source, to, number)
+
+
+class _Reduction:
+    """A reduction whose parts may not all be there yet. Parts are combined in rank order."""
+
+    def __init__(self, collect: Callable[[], list[Tensor]], op: Op, ready: Callable[[], bool]) -> None:
+        self.collect = collect
+        self.op = op
+        self.ready = ready
+        self.result: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        if self.result is None:
+            first, *rest = self.collect()
+            result = first.clone()
+            for part in rest:
+                result = COMBINE[self.op](result, part.to(first.device))
+            self.result = result
+        return self.result
+
+    def done(self) -> bool:
+        return self.result is not None or self.ready()
+
+
+def simulate(function: Callable[[Comm], T], *, ranks: int) -> list[T]:
+    """Run `function(comm)` on n ranks as threads of this process; returns each rank's result, in rank order.
+
+    The ranks share torch's global random state: make models before, and copy them inside.
+
+    >>> import thinwire, torch
+    >>> thinwire.simulate(lambda comm: comm.sum(torch.tensor(comm.rank)).item(), ranks=4)
+    [6, 6, 6, 6]
+    """
+    if ranks < 1:
+        raise UsageError(f"simulate: ranks={ranks}; possible: 1 or more")
+    board = Board()
+    results: list[Any] = [None] * ranks
+    errors: dict[int, BaseException] = {}
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = function(ThreadComm(board, range(ranks), rank, "world", Ledger()))
+            board.end(rank, "it has finished")
+        except BaseException as error:
+            errors[rank] = error
+            board.end(rank, f"{type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=run, args=(r,), name=f"rank-{r}", daemon=True) for r in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in sorted(errors.values(), key=lambda e: isinstance(e, PeerLost)):
+        raise error
+    return results

@@ -1,0 +1,103 @@
+"""Which world is this process part of? torchrun, srun and mpirun each say it in their own variables."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from thinwire.errors import UsageError
+
+DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among the ranks, and where they meet."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    address: str
+    port: int
+    launcher: str
+
+
+def find_world(env: Mapping[str, str] = os.environ) -> World | None:
+    """The world that a launcher made for this process, or None when it was started by hand.
+
+    >>> find_world({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}).rank
+    1
+    >>> find_world({}) is None
+    True
+    """
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return _world(env, "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if "OMPI_COMM_WORLD_SIZE" in env:
+        prefix = "OMPI_COMM_WORLD_"
+        names = (f"{prefix}{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+        return _world(env, "mpirun", *names)
+    if "PMI_SIZE" in env and "PMI_RANK" in env and "SLURM_STEP_NUM_TASKS" not in env:
+        return _world(env, "mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    if "SLURM_STEP_NUM_TASKS" in env:  # set by srun for its tasks, not by sbatch for its script
+        return _world(env, "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
+    return None
+
+
+def _world(env: Mapping[str, str], launcher: str, rank: str, size: str, local_rank: str, local_size: str) -> World:
+    num_ranks = _int(env, size)
+    num_local = _int(env, local_size) if local_size in env else _slurm_local(env, num_ranks)
+    return World(
+        rank=_int(env, rank),
+        size=num_ranks,
+        local_rank=_int(env, local_rank) if local_rank in env else 0,
+        local_size=num_local,
+        address=env.get("MASTER_ADDR") or _address(env, launcher, num_ranks == num_local),
+        port=_int(env, "MASTER_PORT") if env.get("MASTER_PORT") else _port(env),
+        launcher=launcher,
+    )
+
+
+def _address(env: Mapping[str, str], launcher: str, one_host: bool) -> str:
+    if "SLURM_STEP_NODELIST" in env and launcher == "srun":
+        return first_host(env["SLURM_STEP_NODELIST"])
+    if one_host:
+        return "127.0.0.1"
+    raise UsageError(
+        f"{launcher} started ranks on several hosts, but MASTER_ADDR is not set; "
+        "set it to the address of rank 0's host and pass it on to every rank"
+    )
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm node list.
+
+    >>> first_host("gpu[03-07,9],login1"), first_host("a1,a2"), first_host("lone")
+    ('gpu03', 'a1', 'lone')
+    """
+    match = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?", nodelist)
+    if not match:
+        raise UsageError(f"cannot read SLURM_STEP_NODELIST '{nodelist}'; set MASTER_ADDR to rank 0's host")
+    return "".join(part or "" for part in match.groups())
+
+
+def _slurm_local(env: Mapping[str, str], num_ranks: int) -> int:
+    """Slurm writes tasks per node as "2(x3),1"; without it, assume one host."""
+    tasks = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return int(tasks.group()) if tasks else num_ranks
+
+
+def _port(env: Mapping[str, str]) -> int:
+    """One port per Slurm job step, so that jobs sharing a host do not meet."""
+    if "SLURM_JOB_ID" in env:
+        return 20000 + (_int(env, "SLURM_JOB_ID") * 37 + int(env.get("SLURM_STEP_ID", "0"))) % 10000
+    return DEFAULT_PORT
+
+
+def _int(env: Mapping[str, str], name: str) -> int:
+    try:
+        return int(env[name])
+    except ValueError:
+        raise UsageError(f"the environment has {name}={env[name]!r}; expected a whole number") from None

@@ -1,0 +1,109 @@
+"""Which samples a rank reads, in which order. Pure functions of (seed, epoch), so resuming needs no state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from thinwire.errors import UsageError
+
+Batch = tuple[Tensor, Tensor]  # inputs, targets
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Part `index` of `count` equal parts of every batch."""
+
+    index: int
+    count: int
+
+
+class Loader:
+    """The batches of one rank, epoch after epoch.
+
+    Epoch e shuffles all samples with (seed, e), the same on every rank. A step takes the next count·batch_size
+    of them, and each shard its share. The last, smaller batch is cut so that every shard gets the same number
+    of samples, and left out if that would be a single one (BatchNorm needs two).
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], shard: Shard, batch_size: int, *, seed: int = 0, num_workers: int = 0
+    ) -> None:
+        if batch_size < 1:
+            raise UsageError(f"batch_size={batch_size}; possible: 1 or more")
+        self.dataset = dataset
+        self.shard = shard
+        self.batch_size = batch_size
+        self.seed = seed
+        self.num_workers = num_workers
+        self.epoch = 0
+        self.num_samples = len(dataset)  # type: ignore[arg-type]
+        if self.num_samples < shard.count:
+            raise UsageError(
+                f"{self.num_samples} samples cannot be shared by {shard.count} ranks; "
+                f"use at most {self.num_samples} ranks or more data"
+            )
+
+    def __len__(self) -> int:
+        """Batches per epoch."""
+        full, tail = self._sizes()
+        return full + (tail > 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        return self.batches(epoch)
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        """The batches of an epoch, from batch `start` on."""
+        indices = self.indices(epoch)[start:]
+        if isinstance(self.dataset, TensorDataset):
+            return (self.dataset[i] for i in indices)
+        order = [i.tolist() for i in indices]
+        return iter(DataLoader(self.dataset, batch_sampler=order, num_workers=self.num_workers))
+
+    def indices(self, epoch: int) -> list[Tensor]:
+        """The sample numbers of each batch of an epoch."""
+        generator = torch.Generator().manual_seed(mix(self.seed, epoch))
+        order = torch.randperm(self.num_samples, generator=generator)
+        full, tail = self._sizes()
+        sizes = [self.batch_size * self.shard.count] * full + [tail * self.shard.count] * (tail > 0)
+        return [part[self.shard.index :: self.shard.count] for part in order[: sum(sizes)].split(sizes)]
+
+    def _sizes(self) -> tuple[int, int]:
+        """Full batches in an epoch, and samples per shard in the last, smaller one."""
+        full, rest = divmod(self.num_samples, self.batch_size * self.shard.count)
+        tail = rest // self.shard.count
+        return full, 0 if tail == 1 and full else tail
+
+
+def loader(dataset: Dataset[Any], shard: Shard, batch_size: int, *, seed: int = 0, num_workers: int = 0) -> Loader:
+    """The batches that a rank should train on; iterate once per epoch.
+
+    `batch_size` is per rank. Any map-style dataset will do; a TensorDataset is indexed whole batches at a time.
+
+    >>> import torch
+    >>> data = torch.utils.data.TensorDataset(torch.arange(10.0), torch.arange(10))
+    >>> [len(targets) for inputs, targets in loader(data, Shard(0, 2), batch_size=2)]
+    [2, 2]
+    """
+    return Loader(dataset, shard, batch_size, seed=seed, num_workers=num_workers)
+
+
+def mix(*numbers: int) -> int:
+    """One well-spread 63-bit seed from several small numbers (the splitmix64 finaliser, once per number).
+
+    >>> mix(0, 1) != mix(1, 0)
+    True
+    """
+    value = 0
+    for number in numbers:
+        value = (value + number + 0x9E3779B97F4A7C15) % 2**64
+        value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        value = (value ^ value >> 27) * 0x94D049BB133111EB % 2**64
+        value ^= value >> 31
+    return value >> 1

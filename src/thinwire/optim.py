@@ -1,0 +1,74 @@
+"""Optimizers and learning-rate schedules that a spec can name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Annotated
+
+import torch
+from pydantic import Field, NonNegativeFloat
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+OptimizerFactory = Callable[[Iterable[Parameter]], Optimizer]
+Schedule = Callable[[float, float], float]  # (epochs done, epochs in all) → factor of the learning rate
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+def sgd(
+    lr: float,
+    /,
+    *,
+    momentum: Fraction = 0.9,  # higher = longer memory of past gradients
+    nesterov: bool = False,
+    weight_decay: NonNegativeFloat = 0.0,  # higher = smaller weights
+) -> OptimizerFactory:
+    """Stochastic gradient descent with momentum."""
+
+    def make(parameters: Iterable[Parameter]) -> Optimizer:
+        return torch.optim.SGD(parameters, lr, momentum, weight_decay=weight_decay, nesterov=nesterov)
+
+    return make
+
+
+def adamw(
+    lr: float,
+    /,
+    *,
+    beta1: Fraction = 0.9,
+    beta2: Fraction = 0.999,
+    weight_decay: NonNegativeFloat = 0.01,  # higher = smaller weights
+) -> OptimizerFactory:
+    """Adam with decoupled weight decay."""
+
+    def make(parameters: Iterable[Parameter]) -> Optimizer:
+        return torch.optim.AdamW(parameters, lr, (beta1, beta2), weight_decay=weight_decay)
+
+    return make
+
+
+def constant(
+    *,
+    warmup_epochs: NonNegativeFloat = 0.0,  # climb linearly from 0 over this many epochs
+) -> Schedule:
+    """The same learning rate throughout, after an optional linear warm-up."""
+    return lambda done, total: _climb(done, warmup_epochs)
+
+
+def cosine(
+    *,
+    warmup_epochs: NonNegativeFloat = 0.0,  # climb linearly from 0 over this many epochs
+    floor: Fraction = 0.0,  # share of the learning rate left at the end
+) -> Schedule:
+    """Down to the floor along half a cosine: floor + (1 − floor)·½(1 + cos πt)."""
+
+    def factor(done: float, total: float) -> float:
+        t = min(1.0, max(0.0, done - warmup_epochs) / max(total - warmup_epochs, 1e-9))
+        return _climb(done, warmup_epochs) * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * t)))
+
+    return factor
+
+
+def _climb(done: float, warmup_epochs: float) -> float:
+    return min(1.0, done / warmup_epochs) if warmup_epochs else 1.0

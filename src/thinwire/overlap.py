@@ -1,0 +1,180 @@
+"""Gradients exchanged on one communication thread while the backward pass goes on.
+
+DDP tells when gradients are ready; what travels together is fixed by us. DDP regroups its buckets after the
+first step, and again after a resume, so anything that depended on them (the order of a ring's sums, a block of
+elements that shares a scale) would differ between a resumed run and one that was never stopped. Parcels do not
+change, so it does not.
+"""
+
+# No `from __future__ import annotations` here: DDP inspects the annotations of its hook.
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.comm.base import Comm
+from thinwire.comm.process import GradBucket, ProcessComm
+from thinwire.errors import UsageError
+from thinwire.reducers.base import Named, Reducer, State
+
+FIRST_PARCEL_BYTES = 2**20  # small, so that the wire is busy early in the backward pass
+
+
+class Exchange(Protocol):
+    """Averages a model's gradients over ranks."""
+
+    states: list[State]  # one per parcel
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """To be called instead of the model."""
+
+    def accumulating(self) -> AbstractContextManager[Any]:
+        """Inside, gradients add up locally and nothing is sent."""
+
+    def finish(self) -> None:
+        """After the backward pass: every gradient is the mean over ranks."""
+
+
+def exchange(model: nn.Module, reducer: Reducer, comm: Comm, parcel_mb: float = 25.0) -> Exchange:
+    """The exchange for a comm: overlapped with the backward pass on processes, after it on threads."""
+    if isinstance(comm, ProcessComm):
+        return Overlapped(model, reducer, comm, parcel_mb)
+    return Afterwards(model, reducer, comm, parcel_mb)
+
+
+def parcels(model: nn.Module, parcel_mb: float) -> list[list[str]]:
+    """Trainable parameters in the order their gradients come (last layer first), in parcels of about one size."""
+    groups: list[list[str]] = [[]]
+    room = min(FIRST_PARCEL_BYTES, parcel_mb * 2**20)
+    for name, parameter in reversed([(n, p) for n, p in model.named_parameters() if p.requires_grad]):
+        size = parameter.numel() * parameter.element_size()
+        if groups[-1] and size > room:
+            groups.append([])
+            room = parcel_mb * 2**20
+        groups[-1].append(name)
+        room -= size
+    if not groups[-1]:
+        raise UsageError("the model has no parameter to train; set requires_grad on at least one")
+    return groups
+
+
+class Afterwards:
+    """Reduces all parcels after the backward pass."""
+
+    def __init__(self, model: nn.Module, reducer: Reducer, comm: Comm, parcel_mb: float) -> None:
+        self.forward = model
+        self.comm = comm
+        self.reducer = reducer
+        self.parameters = dict(model.named_parameters())
+        self.parcels = parcels(model, parcel_mb)
+        self.states = [reducer.init({n: self.parameters[n] for n in names}) for names in self.parcels]
+
+    def accumulating(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def finish(self) -> None:
+        for i, names in enumerate(self.parcels):
+            gradients = {n: self._gradient(self.parameters[n]) for n in names}
+            reduced = self.reducer.reduce(gradients, self.states[i], self.comm)
+            self.states[i] = reduced.state
+            for name in names:
+                self.parameters[name].grad = reduced.mean[name]
+
+    @staticmethod
+    def _gradient(parameter: nn.Parameter) -> Tensor:
+        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+class _Bucket(NamedTuple):
+    """A DDP bucket that waits for its parcels."""
+
+    buffer: Tensor
+    names: frozenset[str]
+    future: Future[Tensor]
+
+
+class Overlapped:
+    """Reduces each parcel on the comm's own thread as soon as DDP has handed over all its gradients.
+
+    DDP hands buckets over in the same order on every rank, so parcels are complete, and travel, in the same
+    order on every rank.
+    """
+
+    def __init__(self, model: nn.Module, reducer: Reducer, comm: ProcessComm, parcel_mb: float) -> None:
+        self.comm = comm
+        self.reducer = reducer
+        self.names = {id(p): n for n, p in model.named_parameters()}
+        self.parcels = parcels(model, parcel_mb)
+        parameters = dict(model.named_parameters())
+        self.states = [reducer.init({n: parameters[n] for n in names}) for names in self.parcels]
+        self.error: BaseException | None = None
+        self._arrived: Named = {}
+        self._reduced: set[str] = set()
+        self._waiting: list[_Bucket] = []
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        # Weights are made equal and buffers averaged by the strategy, where it is booked: DDP does neither.
+        self.forward = DistributedDataParallel(
+            model, process_group=comm.group, init_sync=False, bucket_cap_mb=parcel_mb, gradient_as_bucket_view=True
+        )
+        self.forward.broadcast_buffers = False
+        self.forward.register_comm_hook(None, self._hand_over)
+
+    def accumulating(self) -> AbstractContextManager[Any]:
+        no_sync: AbstractContextManager[Any] = self.forward.no_sync()
+        return no_sync
+
+    def finish(self) -> None:
+        """DDP waits for every bucket before its backward pass returns; nothing is left to do."""
+
+    def _hand_over(self, _: None, bucket: GradBucket) -> Future[Tensor]:
+        buffer = bucket.buffer()
+        cuda = buffer.is_cuda
+        future: Future[Tensor] = Future(devices=[buffer.device] if cuda else None)
+        ready = torch.cuda.current_stream(buffer.device).record_event() if cuda else None
+        pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+        gradients = {self.names[id(parameter)]: gradient for parameter, gradient in pairs}
+        waiting = _Bucket(buffer, frozenset(gradients), future)
+        self.comm.thread.submit(self._arrive, waiting, gradients, ready)
+        return future
+
+    def _arrive(self, bucket: _Bucket, gradients: Named, ready: torch.cuda.Event | None) -> None:
+        self._waiting.append(bucket)
+        try:
+            with self._stream(bucket.buffer.device, ready):
+                self._arrived |= gradients
+                for i, names in enumerate(self.parcels):
+                    if all(name in self._arrived for name in names):
+                        self._reduce(i, {name: self._arrived.pop(name) for name in names})
+                self._release()
+        except BaseException as error:
+            self.error = error
+            for waiting in self._waiting:
+                waiting.future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it wrongly
+            self._waiting.clear()
+
+    def _reduce(self, parcel: int, gradients: Named) -> None:
+        reduced = self.reducer.reduce(gradients, self.states[parcel], self.comm)
+        self.states[parcel] = reduced.state
+        for name, gradient in gradients.items():
+            gradient.copy_(reduced.mean[name])
+        self._reduced |= gradients.keys()
+
+    def _release(self) -> None:
+        """Tell DDP of every bucket whose gradients are all reduced."""
+        for bucket in [b for b in self._waiting if b.names <= self._reduced]:
+            self._waiting.remove(bucket)
+            self._reduced -= bucket.names
+            bucket.future.set_result(bucket.buffer)
+
+    def _stream(self, device: torch.device, ready: torch.cuda.Event | None) -> AbstractContextManager[Any]:
+        """On a GPU, work on a stream of this thread's own, after the gradients are ready."""
+        if ready is None:
+            return nullcontext()
+        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        stream.wait_event(ready)
+        return torch.cuda.stream(stream)

@@ -1,0 +1,111 @@
+"""The run folder: config.toml, metrics.jsonl, ledger.jsonl, summary.json, checkpoints/, model.safetensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from thinwire.config import RunConfig, make_config, read_toml
+from thinwire.errors import RunError, UsageError
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a new file beside `path`, then put it in place at once; on failure nothing is left behind."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(temporary)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise RunError(
+            f"cannot write {path}: {error.strerror or error}; free some space or choose another --out. "
+            "What was written before is untouched"
+        ) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a text file at once."""
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+class RunFolder:
+    """What one run leaves behind. Only rank 0 writes here, apart from checkpoints."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.toml"
+        self.metrics = path / "metrics.jsonl"
+        self.ledger = path / "ledger.jsonl"
+        self.summary = path / "summary.json"
+        self.model = path / "model.safetensors"
+        self.checkpoints = path / "checkpoints"
+
+    @staticmethod
+    def new(config: RunConfig) -> RunFolder:
+        """A folder for a new run, not made yet; one that holds a run already is refused, never written over."""
+        folder = RunFolder(config.out or _free_name(config))
+        if folder.path.exists() and not folder.path.is_dir():
+            raise UsageError(f"--out {folder.path} is a file; give a folder")
+        if folder.config.exists():
+            raise UsageError(f"{folder.path} holds a run already; add --resume to go on with it, or give another --out")
+        return folder
+
+    @staticmethod
+    def existing(path: Path | None) -> RunFolder:
+        """The folder of a run to resume."""
+        if path is None:
+            raise UsageError("--resume needs --out, the folder of the run to go on with")
+        folder = RunFolder(path)
+        if not folder.config.exists():
+            raise UsageError(f"{path} holds no run (no config.toml); leave out --resume to start one there")
+        return folder
+
+    def save_config(self, config: RunConfig) -> None:
+        write_text(self.config, config.to_toml())
+
+    def load_config(self) -> RunConfig:
+        return make_config(read_toml(self.config), source=str(self.config))
+
+    def append(self, file: Path, rows: list[dict[str, Any]]) -> None:
+        """Add lines; a line is whole or, after a crash, ignored."""
+        try:
+            with file.open("a", encoding="utf-8") as stream:
+                stream.write("".join(json.dumps(row) + "\n" for row in rows))
+        except OSError as error:
+            raise RunError(f"cannot write {file}: {error.strerror}; free some space and --resume") from error
+
+    def forget_after(self, step: int) -> None:
+        """Drop the lines of steps that a resumed run will do again."""
+        for file in (self.metrics, self.ledger):
+            kept = [row for row in read_rows(file) if row["step"] <= step]
+            write_text(file, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def save_summary(self, summary: dict[str, Any]) -> None:
+        write_text(self.summary, json.dumps(summary, indent=2) + "\n")
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The whole lines of a .jsonl file; a missing file has none."""
+    rows = []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue  # half a line: the run was stopped while writing it
+    return rows
+
+
+def _free_name(config: RunConfig) -> Path:
+    words = (re.findall(r"\w+", text.rpartition(":")[2]) or ["run"] for text in (config.task, config.strategy))
+    stem = "-".join(word[0] for word in words)
+    return next(p for i in range(1, 10**6) if not (p := Path("runs") / f"{stem}-{i}").exists())

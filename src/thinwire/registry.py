@@ -1,0 +1,209 @@
+"""One explicit table of everything that has a name, loaded only when it is used.
+
+To add a method: write its module, add one line here, add one test file. Options are the parameters of the
+function or class; positional-only parameters are filled in by thinwire itself and are not options.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any, NamedTuple, get_type_hints
+
+from pydantic import ConfigDict, ValidationError, create_model
+
+from thinwire.errors import UsageError, unknown
+from thinwire.spec import Spec, parse
+
+TABLE: dict[str, dict[str, str]] = {
+    "strategies": {
+        "data_parallel": "thinwire.strategies.data_parallel:DataParallel",
+    },
+    "reducers": {
+        "mean": "thinwire.reducers.mean:mean",
+    },
+    "tasks": {
+        "digits": "thinwire.tasks.digits:digits",
+        "synthetic": "thinwire.tasks.synthetic:synthetic",
+        "mnist": "thinwire.tasks.mnist:mnist",
+        "cifar10": "thinwire.tasks.cifar10:cifar10",
+        "shakespeare": "thinwire.tasks.shakespeare:shakespeare",
+    },
+    "models": {
+        "mlp": "thinwire.tasks.models.mlp:mlp",
+        "cnn": "thinwire.tasks.models.cnn:cnn",
+        "vgg16": "thinwire.tasks.models.vgg:vgg16",
+        "resnet18": "thinwire.tasks.models.resnet:resnet18",
+        "resnet32": "thinwire.tasks.models.resnet:resnet32",
+        "resnet50": "thinwire.tasks.models.resnet:resnet50",
+        "gpt": "thinwire.tasks.models.gpt:gpt",
+        "vit": "thinwire.tasks.models.vit:vit",
+    },
+    "optimizers": {
+        "sgd": "thinwire.optim:sgd",
+        "adamw": "thinwire.optim:adamw",
+    },
+    "schedules": {
+        "constant": "thinwire.optim:constant",
+        "cosine": "thinwire.optim:cosine",
+    },
+}
+SINGULAR = {
+    "strategies": "strategy",
+    "reducers": "reducer",
+    "tasks": "task",
+    "models": "model",
+    "optimizers": "optimizer",
+    "schedules": "schedule",
+}
+NESTED = {"Reducer": "reducers"}  # an option of this type is itself a spec of that kind
+
+
+class Option(NamedTuple):
+    """One option of a registered thing, as its source code states it."""
+
+    name: str
+    type: str
+    default: str | None
+    about: str
+
+
+class Entry(NamedTuple):
+    """What `thinwire list` tells of a registered thing."""
+
+    name: str
+    about: str
+    options: list[Option]
+
+
+def build(kind: str, spec: Spec | str, *leading: Any) -> Any:
+    """Make the thing a spec names: look it up, check its options, call it.
+
+    >>> build("schedules", "cosine(warmup_epochs=1)")(0.5, 10)
+    0.5
+    """
+    spec = parse(spec) if isinstance(spec, str) else spec
+    return call(load(kind, spec.name), spec, *leading)
+
+
+def call(target: Any, spec: Spec, *leading: Any) -> Any:
+    """Call a function or class with the options of a spec, checked."""
+    return target(*leading, **options(target, spec))
+
+
+def check(kind: str, spec: Spec | str) -> None:
+    """Raise UsageError unless the spec names a registered thing and all its options are valid."""
+    spec = parse(spec) if isinstance(spec, str) else spec
+    options(load(kind, spec.name), spec)
+
+
+def find(kind: str, name: str) -> tuple[str, str]:
+    """The module and attribute registered under a name."""
+    if name not in TABLE[kind]:
+        raise unknown(SINGULAR[kind], name, TABLE[kind])
+    module, attribute = TABLE[kind][name].split(":")
+    return module, attribute
+
+
+def load(kind: str, name: str) -> Any:
+    """The function or class registered under a name."""
+    module, attribute = find(kind, name)
+    return getattr(importlib.import_module(module), attribute)
+
+
+def describe(kind: str) -> list[Entry]:
+    """Names, summaries and options of one kind, read from the source without importing it (so without torch)."""
+    return [_describe(name, *find(kind, name)) for name in TABLE[kind]]
+
+
+def options(target: Any, spec: Spec) -> dict[str, Any]:
+    """The keyword arguments that a spec gives to a function or class, checked against its signature."""
+    function = target.__init__ if inspect.isclass(target) else target
+    hints = get_type_hints(function, include_extras=True)
+    params = {
+        p.name: p
+        for p in inspect.signature(function).parameters.values()
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self"
+    }
+    if len(spec.args) > len(params):
+        raise UsageError(f"{spec.name}: {len(spec.args)} values given, takes at most {len(params)}: {list(params)}")
+    given = dict(zip(params, spec.args, strict=False))
+    for name, value in spec.options.items():
+        if name not in params:
+            raise unknown(f"option of {spec.name}", name, params)
+        if name in given:
+            raise UsageError(f"{spec.name}: {name} is given twice")
+        given[name] = value
+    given = {name: _resolve(value, hints[name]) for name, value in given.items()}
+    fields: dict[str, Any] = {
+        name: (_field_type(hints[name]), ... if p.default is p.empty else p.default) for name, p in params.items()
+    }
+    model = create_model(spec.name, __config__=ConfigDict(extra="forbid", protected_namespaces=()), **fields)
+    try:
+        checked = model(**given)
+    except ValidationError as error:
+        raise UsageError(explain(error, spec.name)) from None
+    return {name: getattr(checked, name) for name in params}
+
+
+def _resolve(value: Any, hint: Any) -> Any:
+    """A nested spec becomes the thing it names where that is wanted, else the plain word it is."""
+    kind = NESTED.get(getattr(hint, "__name__", ""))
+    if isinstance(value, str) and kind:
+        value = parse(value)
+    if kind and not isinstance(value, Spec):
+        raise UsageError(f"{value!r} is not a {SINGULAR[kind]}; expected one of {', '.join(TABLE[kind])}")
+    if not isinstance(value, Spec):
+        return value
+    if kind:
+        return build(kind, value)
+    if value.args or value.options:
+        raise UsageError(f"{value} is not possible here; expected a plain value")
+    return value.name
+
+
+def _field_type(hint: Any) -> Any:
+    return Any if getattr(hint, "__name__", "") in NESTED else hint
+
+
+def explain(error: ValidationError, owner: str) -> str:
+    """pydantic's findings as one line: what was given, what is possible."""
+    parts = []
+    for item in error.errors():
+        where = ".".join(str(x) for x in item["loc"]) or owner
+        message = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+        if item["type"] == "missing":
+            parts.append(f"{where} is missing")
+        elif item["type"] == "value_error":
+            parts.append(f"{where}: {message}")
+        else:
+            parts.append(f"{where}={item['input']!r} is not possible: should be {message}")
+    return f"{owner}: " + "; ".join(parts)
+
+
+def _describe(name: str, module: str, attribute: str) -> Entry:
+    path = _source(module)
+    source = path.read_text(encoding="utf-8")
+    node = next(n for n in ast.parse(source).body if getattr(n, "name", None) == attribute)
+    assert isinstance(node, ast.FunctionDef | ast.ClassDef)
+    about = (ast.get_docstring(node) or "").split("\n")[0]
+    if isinstance(node, ast.ClassDef):
+        node = next(n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__")
+    lines = source.splitlines()
+    args = node.args
+    defaults: list[ast.expr | None] = [None] * (len(args.args) - len(args.defaults)) + list(args.defaults)
+    pairs = [*zip(args.args, defaults, strict=True), *zip(args.kwonlyargs, args.kw_defaults, strict=True)]
+    return Entry(name, about, [_option(a, d, lines) for a, d in pairs if a.arg != "self"])
+
+
+def _option(arg: ast.arg, default: ast.expr | None, lines: list[str]) -> Option:
+    note = lines[arg.lineno - 1].partition("  # ")[2]
+    kind = ast.unparse(arg.annotation) if arg.annotation else ""
+    return Option(arg.arg, kind, ast.unparse(default) if default else None, note)
+
+
+def _source(module: str) -> Path:
+    """Where a module of this package lies, without importing its parents."""
+    return Path(__file__).parent.parent.joinpath(*module.split(".")).with_suffix(".py")

@@ -1,0 +1,50 @@
+"""Where the ranks of one machine meet: a store on 127.0.0.1, new for every (re)start."""
+
+from __future__ import annotations
+
+import sys
+
+from torch.distributed import HashStore, Store
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from thinwire.comm.process import loopback_store
+
+
+class LoopbackRendezvous(RendezvousHandler):
+    """A rendezvous of one agent. torch's own open their store on every interface and break gloo on a restart."""
+
+    def __init__(self, num_ranks: int, restarts: int) -> None:
+        self.num_ranks = num_ranks
+        self.restarts = restarts
+        self.num_rounds = 0
+        self.store: Store | None = None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        if self.num_rounds:
+            print(f"a rank died; restart {self.num_rounds} of {self.restarts}", file=sys.stderr, flush=True)
+        self.num_rounds += 1
+        self.store = store = loopback_store(self.num_ranks)
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", store.port))
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return "loopback"
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return "thinwire"
+
+    def shutdown(self) -> bool:
+        self.store = None
+        return True

@@ -1,0 +1,78 @@
+"""Specs: `name(option=value, …)` as text, for strategies, reducers, tasks, models, optimizers and schedules."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, field
+from typing import Any
+
+from thinwire.errors import UsageError
+
+Value = Any  # None, bool, int, float, str, a list of these, or another Spec
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A name with its arguments, as parsed from text; `str()` gives the text back."""
+
+    name: str
+    args: tuple[Value, ...] = ()
+    options: dict[str, Value] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        shown = [_show(v) for v in self.args] + [f"{k}={_show(v)}" for k, v in self.options.items()]
+        return f"{self.name}({', '.join(shown)})" if shown else self.name
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+
+def parse(text: str) -> Spec:
+    """Read a spec. The text is parsed, never evaluated.
+
+    >>> parse("daso(ranks_per_node=2, reducer=maxnorm(bits=4))").options["reducer"].name
+    'maxnorm'
+    >>> str(parse("error_feedback( global_randk(ratio = 0.01) )"))
+    'error_feedback(global_randk(ratio=0.01))'
+    """
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        raise _malformed(text) from None
+    value = _value(tree, text)
+    if not isinstance(value, Spec):
+        raise _malformed(text)
+    return value
+
+
+def _value(node: ast.expr, text: str) -> Value:
+    match node:
+        case ast.Name(id=name):
+            return Spec(name)
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
+            options: dict[str, Value] = {}
+            for keyword in keywords:
+                if keyword.arg is None:
+                    raise _malformed(text)
+                options[keyword.arg] = _value(keyword.value, text)
+            return Spec(name, tuple(_value(a, text) for a in args), options)
+        case ast.Constant(value=None | bool() | int() | float() | str() as constant):
+            return constant
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+            return -number
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_value(item, text) for item in items]
+    raise _malformed(text)
+
+
+def _show(value: Value) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_show, value))}]"
+    return str(value) if isinstance(value, Spec) else repr(value)
+
+
+def _malformed(text: str) -> UsageError:
+    return UsageError(
+        f"cannot read '{text}'; expected a name or name(option=value, …), "
+        "for example data_parallel or mlp(width=256, depth=2)"
+    )

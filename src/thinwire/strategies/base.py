@@ -1,0 +1,147 @@
+"""What every strategy has in common: the interface, and the local step between two exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from thinwire import registry
+from thinwire.comm.base import Comm
+from thinwire.data import Batch, Shard
+from thinwire.errors import UsageError
+from thinwire.optim import OptimizerFactory
+from thinwire.overlap import Exchange
+
+Loss = Callable[[Any, Tensor], Tensor]  # (model output, targets) → mean over the batch
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is trained, whatever the strategy."""
+
+    loss: Loss
+    optimizer: OptimizerFactory  # a factory: some strategies make parameters in mid-run
+    schedule: Callable[[int], float] = lambda step: 1.0  # step → factor of the learning rate
+    clip_norm: float | None = None
+    accumulate: int = 1  # pieces that a batch is computed in; more = less memory, same update
+    autocast: bool = False
+
+
+class Strategy(Protocol):
+    """A way to train one model on many ranks."""
+
+    shard: Shard  # which part of each batch this rank reads
+
+    def step(self, batch: Batch) -> Tensor:
+        """One local update and whatever communication is due; returns this rank's loss."""
+
+    def consolidate(self) -> nn.Module:
+        """The whole trained model, equal on every rank, apart from the one being trained. Collective."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that this rank needs to go on exactly."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+
+
+class Learner:
+    """A model with its optimizer: forward, backward, update."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+        self.model = model
+        self.recipe = recipe
+        self.optimizer = recipe.optimizer(p for p in model.parameters() if p.requires_grad)
+        self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
+        self.num_steps = 0
+
+    def backward(self, batch: Batch, exchange: Exchange) -> Tensor:
+        """Gradients of the mean loss over the batch, in `accumulate` pieces; returns that loss."""
+        device = next(self.model.parameters()).device
+        inputs, targets = (t.to(device, non_blocking=True) for t in batch)
+        pieces = list(zip(self._pieces(inputs), self._pieces(targets), strict=True))
+        losses = []
+        for i, (x, y) in enumerate(pieces, 1):
+            with nullcontext() if i == len(pieces) else exchange.accumulating():
+                with torch.autocast(device.type, torch.bfloat16, enabled=self.recipe.autocast):
+                    loss = self.recipe.loss(exchange.forward(x), y) * (len(x) / len(inputs))
+                loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    def update(self) -> None:
+        """Clip, set the learning rate, step."""
+        if self.recipe.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip_norm)
+        factor = self.recipe.schedule(self.num_steps)
+        for group, lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = lr * factor
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.num_steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "num_steps": self.num_steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.num_steps = state["num_steps"]
+
+    def _pieces(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return tensor.tensor_split(min(self.recipe.accumulate, len(tensor)))
+
+
+def replicate(model: nn.Module, comm: Comm) -> None:
+    """Give every rank rank 0's parameters and buffers."""
+    with comm.ledger.purpose("start"), torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.copy_(comm.broadcast(tensor))
+
+
+def average_buffers(model: nn.Module, comm: Comm) -> None:
+    """Make buffers equal on all ranks: the mean of floating-point ones, rank 0's value of the others."""
+    with comm.ledger.purpose("sync"), torch.no_grad():
+        for buffer in model.buffers():
+            buffer.copy_(comm.mean(buffer) if buffer.is_floating_point() else comm.broadcast(buffer))
+
+
+def prepare(
+    spec: str,
+    *,
+    model: nn.Module,
+    optimizer: OptimizerFactory,
+    loss: Loss,
+    comm: Comm,
+    schedule: Callable[[int], float] = lambda step: 1.0,
+    clip_norm: float | None = None,
+    accumulate: int = 1,
+    autocast: bool = False,
+) -> Strategy:
+    """A trainer for your model: the strategy that a spec names, ready to `step`.
+
+    `optimizer` is a factory because some strategies make parameters in mid-run. `schedule` maps a step to a
+    factor of the learning rate. All ranks start from rank 0's weights.
+
+    >>> import thinwire as tw, torch
+    >>> with tw.join() as comm:
+    ...     trainer = tw.prepare("data_parallel", model=torch.nn.Linear(2, 1), comm=comm,
+    ...                          optimizer=lambda p: torch.optim.SGD(p, 0.1), loss=torch.nn.functional.mse_loss)
+    ...     loss = trainer.step((torch.ones(4, 2), torch.zeros(4, 1)))
+    ...     type(trainer.consolidate()).__name__
+    'Linear'
+    """
+    if accumulate < 1:
+        raise UsageError(f"accumulate={accumulate}; possible: 1 or more")
+    recipe = Recipe(loss, optimizer, schedule, clip_norm, accumulate, autocast)
+    strategy: Strategy = registry.build("strategies", spec, model, recipe, comm)
+    return strategy

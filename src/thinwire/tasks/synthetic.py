@@ -1,0 +1,44 @@
+"""A teacher labels random inputs; a student learns them. Any size, for measuring rather than for learning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from pydantic import PositiveInt
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from thinwire.data import mix
+from thinwire.tasks.base import Task
+
+
+def synthetic(
+    data: Path | None,
+    seed: int,
+    /,
+    *,
+    features: PositiveInt = 64,  # inputs of the teacher and the student
+    classes: PositiveInt = 10,
+    width: PositiveInt = 256,  # hidden units of the student; more = more bytes per step
+    depth: PositiveInt = 2,  # hidden layers of the student
+    samples: PositiveInt = 4096,  # training samples
+) -> Task:
+    """Random inputs labelled by a random two-layer network; any width."""
+    generator = torch.Generator().manual_seed(mix(seed, features, classes))
+    teacher = [
+        torch.randn(features, 2 * features, generator=generator) / features**0.5,
+        torch.randn(2 * features, classes, generator=generator),
+    ]
+    inputs = torch.randn(samples + samples // 4 + 1, features, generator=generator)
+    scores = torch.relu(inputs @ teacher[0]) @ teacher[1]
+    labels = (scores - scores.mean(0)).argmax(1)  # centred, so that no class is rare
+    return Task(
+        train=TensorDataset(inputs[:samples], labels[:samples]),
+        test=TensorDataset(inputs[samples:], labels[samples:]),
+        shape=(features,),
+        classes=classes,
+        model=f"mlp(width={width}, depth={depth})",
+        loss=nn.functional.cross_entropy,
+        defaults={"epochs": 10, "batch_size": 32, "lr": 0.05, "optimizer": "sgd", "schedule": "cosine"},
+    )

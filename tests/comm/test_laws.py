@@ -1,0 +1,222 @@
+"""The laws of Comm, on threads and on processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from thinwire.comm.base import Comm, gather_json
+from thinwire.comm.ledger import all_gather_bytes, all_reduce_bytes, broadcast_bytes
+from thinwire.errors import UsageError
+
+World = Callable[..., list[Any]]
+RANKS = [1, 2, 3, 4]
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int32, torch.int64]
+SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (5,), (3, 4), (2, 0, 3), (1000,)]
+
+
+def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(-9, 10, shape, generator=generator).to(dtype)
+
+
+def reduce_all(comm: Comm, op: str) -> list[tuple[Tensor, Tensor]]:
+    pairs = []
+    for shape in SHAPES:
+        for dtype in DTYPES:
+            tensor = values(comm.rank, shape, dtype)
+            before = tensor.clone()
+            result = getattr(comm, op)(tensor)
+            assert torch.equal(tensor, before), "the input was changed"
+            assert result.shape == tensor.shape
+            assert result.dtype == tensor.dtype
+            assert result.data_ptr() != tensor.data_ptr() or not tensor.numel()
+            pairs.append((tensor, result))
+    return pairs
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("op", ["sum", "max", "min"])
+def test_reductions_are_right_and_the_same_on_every_rank(world: World, ranks: int, op: str) -> None:
+    per_rank = world(reduce_all, ranks, op)
+    for cases in zip(*per_rank, strict=True):
+        stacked = torch.stack([tensor for tensor, _ in cases])
+        expected = stacked.sum(0) if op == "sum" else getattr(stacked, f"a{op}")(0)
+        for _, result in cases:
+            assert torch.equal(result, expected.to(result.dtype))
+
+
+def means(comm: Comm) -> list[Tensor]:
+    matrix = torch.randn(6, 5, generator=torch.Generator().manual_seed(comm.rank))
+    bf16 = matrix.bfloat16()
+    return [matrix, comm.mean(matrix), comm.mean(matrix.t()), comm.mean(matrix[:, 1]), bf16, comm.mean(bf16)]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_mean_is_the_mean_also_of_views(world: World, ranks: int) -> None:
+    per_rank = world(means, ranks)
+    expected = torch.stack([r[0] for r in per_rank]).double().mean(0)
+    for results in per_rank:
+        assert all(torch.equal(a, b) for a, b in zip(results[1:4], per_rank[0][1:4], strict=True))
+        torch.testing.assert_close(results[1].double(), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(results[2].double(), expected.t(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(results[3].double(), expected[:, 1], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(results[5].double(), expected, rtol=0.05, atol=0.02)
+
+
+def overlapping_means(comm: Comm) -> tuple[Tensor, Tensor, bool, int]:
+    tensor = torch.full((4,), float(comm.rank))
+    first = comm.start_mean(tensor)
+    tensor += 100
+    second = comm.start_mean(tensor)
+    late, early = second.wait(), first.wait()
+    assert torch.equal(first.wait(), early), "a second wait gives the same"
+    return early, late, first.done() and second.done(), comm.ledger.rows()[0]["calls"]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_start_mean_is_of_the_moment_it_was_started(world: World, ranks: int) -> None:
+    middle = (ranks - 1) / 2
+    for early, late, done, calls in world(overlapping_means, ranks):
+        assert early.tolist() == [middle] * 4
+        assert late.tolist() == [middle + 100] * 4
+        assert done
+        assert calls == 2
+
+
+def not_done_alone(comm: Comm) -> bool:
+    """Rank 1 joins only after rank 0 has looked."""
+    if comm.rank == 0:
+        pending = comm.start_mean(torch.zeros(10))
+        early = pending.done()
+        comm.send(torch.zeros(1), to=1)
+        pending.wait()
+        return early
+    comm.recv(torch.zeros(1), source=0)
+    comm.mean(torch.zeros(10))
+    return False
+
+
+def test_done_tells_the_truth_and_never_blocks(world: World) -> None:
+    assert world(not_done_alone, 2) == [False, False]
+
+
+def moves(comm: Comm) -> dict[str, Any]:
+    n, me = comm.size, comm.rank
+    out: dict[str, Any] = {}
+    for dtype in [torch.float32, torch.float8_e4m3fn, torch.int16, torch.bool, torch.bfloat16]:
+        tensor = torch.full((2, 3), float(me % 2)).to(dtype)
+        gathered = comm.gather(tensor)
+        assert [g.dtype for g in gathered] == [dtype] * n
+        assert [g.float().flatten()[0].item() for g in gathered] == [float(r % 2) for r in range(n)]
+    assert [len(g) for g in comm.gather(torch.empty(0))] == [0] * n
+    out["scalar"] = [g.item() for g in comm.gather(torch.tensor(me))]
+    parts = [torch.full((1 + me + j,), 10 * me + j) for j in range(n)]
+    like = [torch.empty(1 + j + me, dtype=torch.int64) for j in range(n)]
+    out["all_to_all"] = [p.tolist() for p in comm.all_to_all(parts, like)]
+    mixed = comm.all_to_all([torch.full((2,), me, dtype=torch.int8) for _ in range(n)])
+    out["equal"] = [p.tolist() for p in mixed]
+    out["empty"] = [p.numel() for p in comm.all_to_all([torch.empty(0) for _ in range(n)])]
+    out["broadcast"] = [comm.broadcast(torch.full((3,), float(me)), root=r)[0].item() for r in range(n)]
+    return out
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_movement_puts_everything_in_its_place(world: World, ranks: int) -> None:
+    for me, out in enumerate(world(moves, ranks)):
+        assert out["scalar"] == list(range(ranks))
+        assert out["all_to_all"] == [[10 * j + me] * (1 + j + me) for j in range(ranks)]
+        assert out["equal"] == [[j, j] for j in range(ranks)]
+        assert out["empty"] == [0] * ranks
+        assert out["broadcast"] == [float(r) for r in range(ranks)]
+
+
+def ring(comm: Comm) -> list[float]:
+    """Everyone sends three numbered messages to the right; odd ranks receive first."""
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    got = []
+    for number in range(3):
+        message = torch.tensor([comm.rank * 10.0 + number])
+        if comm.rank % 2 == 0:
+            comm.send(message, to=right)
+        got.append(comm.recv(torch.empty(1), source=left).item())
+        if comm.rank % 2:
+            comm.send(message, to=right)
+    return got
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_messages_arrive_in_order(world: World, ranks: int) -> None:
+    for me, got in enumerate(world(ring, ranks)):
+        assert got == [(me - 1) % ranks * 10.0 + number for number in range(3)]
+
+
+def split_twice(comm: Comm) -> Any:
+    inner = comm.split([[0, 1], [2, 3]], link="node")
+    rail = comm.split([[0, 2], [1, 3]], link="wan")
+    total = inner.sum(torch.tensor([float(comm.rank)]))
+    across = rail.sum(torch.tensor([float(comm.rank)]))
+    links = sorted((row["link"], row["ranks"]) for row in comm.ledger.rows())
+    return total.item(), across.item(), inner.rank, inner.size, rail.link, links
+
+
+def test_split_makes_groups_with_their_own_link(world: World) -> None:
+    results = world(split_twice, 4)
+    assert [r[0] for r in results] == [1, 1, 5, 5]
+    assert [r[1] for r in results] == [2, 4, 2, 4]
+    assert [r[2] for r in results] == [0, 1, 0, 1]
+    assert all(r[3:] == (2, "wan", [("node", 2), ("wan", 2)]) for r in results)
+
+
+def booked(comm: Comm) -> dict[str, tuple[int, int]]:
+    n = comm.size
+    comm.sum(torch.zeros(100))
+    comm.mean(torch.zeros(50, dtype=torch.float64))
+    comm.gather(torch.zeros(7, dtype=torch.int8))
+    comm.broadcast(torch.zeros(10), root=n - 1)
+    comm.all_to_all([torch.zeros(j + 1) for j in range(n)], [torch.zeros(comm.rank + 1)] * n)
+    return {row["op"]: (row["payload_bytes"], row["wire_bytes"]) for row in comm.ledger.rows()}
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_booked_bytes_follow_the_formulas(world: World, ranks: int) -> None:
+    parts = 4 * sum(range(1, ranks + 1))
+    for rank, rows in enumerate(world(booked, ranks)):
+        assert rows["all_reduce"] == (800, 2 * all_reduce_bytes(400, ranks))
+        assert rows["all_gather"] == (7, all_gather_bytes(7, ranks))
+        assert rows["broadcast"] == (40, broadcast_bytes(40, ranks, rank, ranks - 1, "gloo"))
+        assert rows["all_to_all"] == (parts, parts - 4 * (rank + 1))
+
+
+def exchange_json(comm: Comm) -> Any:
+    return gather_json(comm, {"rank": comm.rank, "text": "é" * comm.rank, "none": None})
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_json_of_any_length_crosses(world: World, ranks: int) -> None:
+    expected = [{"rank": r, "text": "é" * r, "none": None} for r in range(ranks)]
+    assert world(exchange_json, ranks) == [expected] * ranks
+
+
+def refused(comm: Comm) -> list[str]:
+    messages = []
+    for call in (
+        lambda: comm.mean(torch.zeros(3, dtype=torch.int32)),
+        lambda: comm.all_to_all([torch.zeros(1)] * (comm.size + 1)),
+        lambda: comm.split([[0]], link="node"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            call()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_mistakes_are_refused_before_anything_is_sent(world: World) -> None:
+    for messages in world(refused, 2):
+        assert "try sum" in messages[0]
+        assert "3 parts given for 2 ranks" in messages[1]
+        assert "does not hold each of 2 ranks" in messages[2]

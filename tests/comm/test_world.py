@@ -1,0 +1,87 @@
+"""Which world a process is in, from what torchrun, srun and mpirun say."""
+
+from __future__ import annotations
+
+import pytest
+
+from thinwire.comm.world import find_world, first_host
+from thinwire.errors import UsageError
+
+
+def test_torchrun() -> None:
+    env = {
+        "RANK": "3",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "h",
+        "MASTER_PORT": "5",
+    }
+    world = find_world(env)
+    assert world is not None
+    assert (world.rank, world.size, world.local_rank, world.local_size) == (3, 8, 1, 2)
+    assert (world.address, world.port, world.launcher) == ("h", 5, "torchrun")
+
+
+def test_mpirun_on_one_host_needs_no_address() -> None:
+    prefix = "OMPI_COMM_WORLD_"
+    env = {f"{prefix}RANK": "1", f"{prefix}SIZE": "2", f"{prefix}LOCAL_RANK": "1", f"{prefix}LOCAL_SIZE": "2"}
+    world = find_world(env)
+    assert world is not None
+    assert (world.rank, world.size, world.address, world.port) == (1, 2, "127.0.0.1", 29500)
+
+
+def test_mpirun_on_several_hosts_asks_for_the_address() -> None:
+    prefix = "OMPI_COMM_WORLD_"
+    env = {f"{prefix}RANK": "1", f"{prefix}SIZE": "4", f"{prefix}LOCAL_RANK": "1", f"{prefix}LOCAL_SIZE": "2"}
+    with pytest.raises(UsageError, match="MASTER_ADDR is not set"):
+        find_world(env)
+    world = find_world({**env, "MASTER_ADDR": "10.0.0.1"})
+    assert world is not None
+    assert world.address == "10.0.0.1"
+
+
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
+    "SLURM_STEP_NODELIST": "node[07-09]",
+    "SLURM_JOB_ID": "1234",
+    "SLURM_STEP_ID": "0",
+}
+
+
+def test_srun() -> None:
+    world = find_world(SLURM)
+    assert world is not None
+    assert (world.rank, world.size, world.local_rank, world.local_size) == (5, 6, 1, 2)
+    assert world.address == "node07"
+
+
+def test_srun_jobs_that_share_a_host_use_different_ports() -> None:
+    one, two = find_world(SLURM), find_world({**SLURM, "SLURM_JOB_ID": "1235"})
+    assert one is not None
+    assert two is not None
+    assert one.port != two.port
+
+
+def test_an_sbatch_script_is_not_a_task() -> None:
+    assert find_world({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}) is None
+
+
+def test_alone() -> None:
+    assert find_world({}) is None
+
+
+def test_nonsense_is_named() -> None:
+    with pytest.raises(UsageError, match="WORLD_SIZE='many'"):
+        find_world({"RANK": "0", "WORLD_SIZE": "many"})
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "first"),
+    [("n1", "n1"), ("n1,n2", "n1"), ("n[01-04]", "n01"), ("n[3,5-7]-ib", "n3-ib"), ("a-b[1-2],c", "a-b1")],
+)
+def test_first_host(nodelist: str, first: str) -> None:
+    assert first_host(nodelist) == first

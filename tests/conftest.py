@@ -1,0 +1,58 @@
+"""Fixtures, and a check after every test that it left nothing running and nothing changed."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.worlds import ProcessWorld, on_threads
+
+
+@pytest.fixture(scope="session")
+def process_world() -> Iterator[ProcessWorld]:
+    world = ProcessWorld()
+    yield world
+    world.close()
+
+
+@pytest.fixture(params=["threads", "processes"])
+def world(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """run(function, ranks, *args) → each rank's result: on threads, then on processes."""
+    if request.param == "threads":
+        return on_threads
+    return request.getfixturevalue("process_world").run
+
+
+def _children() -> set[int]:
+    return {int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
+
+
+def _eventually(holds: Callable[[], bool], seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return holds()
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves a process, a thread, a process group or a changed environment behind."""
+    if "world" in request.fixturenames:
+        request.getfixturevalue("world")  # its processes are there before we look
+    threads, children, environment = set(threading.enumerate()), _children(), dict(os.environ)
+    yield
+    environment["PYTEST_CURRENT_TEST"] = os.environ.get("PYTEST_CURRENT_TEST", "")
+    changed = {k for k in {*os.environ, *environment} if os.environ.get(k) != environment.get(k)}
+    assert not changed, f"environment changed: {changed}"
+    assert not dist.is_initialized(), "a process group was left standing"
+    assert _eventually(lambda: set(threading.enumerate()) <= threads), (
+        f"threads: {set(threading.enumerate()) - threads}"
+    )
+    assert _eventually(lambda: _children() <= children), f"processes left running: {_children() - children}"

@@ -1,0 +1,83 @@
+"""Worlds to run a function in: n threads, or n of four processes that are started once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import thinwire as tw
+from thinwire.comm.base import Comm
+from thinwire.comm.ledger import Ledger
+from thinwire.comm.process import loopback_store
+
+NUM_PROCESSES = 4
+REPLY_SECONDS = 60
+
+
+def on_threads(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
+    """function(comm, *args) on n threads."""
+    return tw.simulate(lambda comm: function(comm, *args), ranks=ranks)
+
+
+class ProcessWorld:
+    """Four processes that joined one world. `run` takes a module-level function and uses the first n of them."""
+
+    def __init__(self) -> None:
+        self.store = loopback_store(NUM_PROCESSES)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["thinwire.worker", "torch._dynamo"])
+        self.pipes = []
+        self.processes = []
+        for rank in range(NUM_PROCESSES):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.store.port, there), daemon=True)
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
+        for pipe in self.pipes:
+            pipe.send_bytes(pickle.dumps((function, ranks, args)))
+        replies = []
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(REPLY_SECONDS):
+                self.close()
+                raise TimeoutError(f"rank {rank} did not answer within {REPLY_SECONDS} s")
+            replies.append(pickle.loads(pipe.recv_bytes()))
+        for rank, (ok, value) in enumerate(replies):
+            if not ok:
+                raise AssertionError(f"on rank {rank}:\n{value}")
+        return [value for _, value in replies[:ranks]]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def _serve(rank: int, port: int, pipe: Any) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(NUM_PROCESSES), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )  # fmt: skip
+    with suppress(EOFError), tw.join(timeout_seconds=60) as comm:
+        while True:
+            function, ranks, args = pickle.loads(pipe.recv_bytes())
+            try:
+                part: Comm = comm
+                if ranks < comm.size:
+                    part = comm.split([list(range(ranks)), list(range(ranks, comm.size))], "world")
+                part.ledger = Ledger()
+                reply = (True, function(part, *args) if rank < ranks else None)
+            except BaseException:
+                reply = (False, traceback.format_exc())
+            pipe.send_bytes(pickle.dumps(reply))
