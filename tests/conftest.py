@@ -6,10 +6,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch._dynamo  # noqa: F401  # the first optimizer would import it, and it sets an environment variable
 import torch.distributed as dist
 
 from tests.worlds import ProcessWorld, on_threads
@@ -31,7 +33,11 @@ def world(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
 
 
 def _children() -> set[int]:
-    return {int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
+    pids: set[int] = set()
+    for path in Path("/proc/self/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+            pids |= {int(pid) for pid in path.read_text().split()}
+    return pids
 
 
 def _eventually(holds: Callable[[], bool], seconds: float = 5.0) -> bool:

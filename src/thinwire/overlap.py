@@ -17,6 +17,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm.base import Comm
+from thinwire.comm.ledger import all_reduce_bytes
 from thinwire.comm.process import GradBucket, ProcessComm
 from thinwire.errors import UsageError
 from thinwire.reducers.base import Named, Reducer, State
@@ -28,6 +29,7 @@ class Exchange(Protocol):
     """Averages a model's gradients over ranks."""
 
     states: list[State]  # one per parcel
+    error: BaseException | None  # of the communication thread; the backward pass only says that something failed
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -37,14 +39,16 @@ class Exchange(Protocol):
         """Inside, gradients add up locally and nothing is sent."""
 
     def finish(self) -> None:
-        """After the backward pass: every gradient is the mean over ranks."""
+        """To be called after the backward pass; then every gradient is the mean over ranks."""
 
 
-def exchange(model: nn.Module, reducer: Reducer, comm: Comm, parcel_mb: float = 25.0) -> Exchange:
+def exchange(
+    model: nn.Module, reducer: Reducer, comm: Comm, parcel_mb: float = 25.0, unused_parameters: bool = False
+) -> Exchange:
     """The exchange for a comm: overlapped with the backward pass on processes, after it on threads."""
     if isinstance(comm, ProcessComm):
-        return Overlapped(model, reducer, comm, parcel_mb)
-    return Afterwards(model, reducer, comm, parcel_mb)
+        return Overlapped(model, reducer, comm, parcel_mb, unused_parameters)
+    return Afterwards(model, reducer, comm, parcel_mb, unused_parameters)
 
 
 def parcels(model: nn.Module, parcel_mb: float) -> list[list[str]]:
@@ -58,36 +62,58 @@ def parcels(model: nn.Module, parcel_mb: float) -> list[list[str]]:
             room = parcel_mb * 2**20
         groups[-1].append(name)
         room -= size
-    if not groups[-1]:
-        raise UsageError("the model has no parameter to train; set requires_grad on at least one")
     return groups
 
 
 class Afterwards:
     """Reduces all parcels after the backward pass."""
 
-    def __init__(self, model: nn.Module, reducer: Reducer, comm: Comm, parcel_mb: float) -> None:
+    def __init__(
+        self, model: nn.Module, reducer: Reducer, comm: Comm, parcel_mb: float, unused_parameters: bool
+    ) -> None:
         self.forward = model
+        self.error: BaseException | None = None
         self.comm = comm
         self.reducer = reducer
         self.parameters = dict(model.named_parameters())
         self.parcels = parcels(model, parcel_mb)
         self.states = [reducer.init({n: self.parameters[n] for n in names}) for names in self.parcels]
+        self.unused_parameters = unused_parameters
 
     def accumulating(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def finish(self) -> None:
+        used = self._used()
         for i, names in enumerate(self.parcels):
             gradients = {n: self._gradient(self.parameters[n]) for n in names}
             reduced = self.reducer.reduce(gradients, self.states[i], self.comm)
             self.states[i] = reduced.state
             for name in names:
-                self.parameters[name].grad = reduced.mean[name]
+                self.parameters[name].grad = reduced.mean[name] if name in used else None
+
+    def _used(self) -> set[str]:
+        """Parameters that got a gradient on some rank; the others keep none, as without ranks."""
+        names = [name for parcel in self.parcels for name in parcel]
+        here = [self.parameters[name].grad is not None for name in names]
+        if not self.unused_parameters and not all(here):
+            raise no_gradient()
+        anywhere = (
+            self.comm.max(torch.tensor(here, dtype=torch.int32)) if self.unused_parameters else torch.tensor(here)
+        )
+        return {name for name, used in zip(names, anywhere.tolist(), strict=True) if used}
 
     @staticmethod
     def _gradient(parameter: nn.Parameter) -> Tensor:
         return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def no_gradient() -> UsageError:
+    """The error for a parameter that was left out of a step."""
+    return UsageError(
+        "some parameters got no gradient in the last step, and the other ranks wait for it. Use all of them in "
+        "each step, set requires_grad=False, or allow it: data_parallel(unused_parameters=True)"
+    )
 
 
 class _Bucket(NamedTuple):
@@ -105,13 +131,16 @@ class Overlapped:
     order on every rank.
     """
 
-    def __init__(self, model: nn.Module, reducer: Reducer, comm: ProcessComm, parcel_mb: float) -> None:
+    def __init__(
+        self, model: nn.Module, reducer: Reducer, comm: ProcessComm, parcel_mb: float, unused_parameters: bool
+    ) -> None:
         self.comm = comm
         self.reducer = reducer
-        self.names = {id(p): n for n, p in model.named_parameters()}
+        self.names = {id(p): n for n, p in model.named_parameters() if p.requires_grad}
         self.parcels = parcels(model, parcel_mb)
         parameters = dict(model.named_parameters())
         self.states = [reducer.init({n: parameters[n] for n in names}) for names in self.parcels]
+        self.unused_parameters = unused_parameters
         self.error: BaseException | None = None
         self._arrived: Named = {}
         self._reduced: set[str] = set()
@@ -119,8 +148,9 @@ class Overlapped:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         # Weights are made equal and buffers averaged by the strategy, where it is booked: DDP does neither.
         self.forward = DistributedDataParallel(
-            model, process_group=comm.group, init_sync=False, bucket_cap_mb=parcel_mb, gradient_as_bucket_view=True
-        )
+            model, process_group=comm.side_group, init_sync=False, bucket_cap_mb=parcel_mb,
+            gradient_as_bucket_view=True, find_unused_parameters=unused_parameters,
+        )  # fmt: skip
         self.forward.broadcast_buffers = False
         self.forward.register_comm_hook(None, self._hand_over)
 
@@ -129,7 +159,11 @@ class Overlapped:
         return no_sync
 
     def finish(self) -> None:
-        """DDP waits for every bucket before its backward pass returns; nothing is left to do."""
+        """DDP waited for every bucket. Only the map of used parameters that it sent is left to book."""
+        if self.unused_parameters:
+            payload = 4 * len(self.names)
+            wire = all_reduce_bytes(payload, self.comm.size)
+            self.comm.book("all_reduce", payload, wire, seconds=0.0)
 
     def _hand_over(self, _: None, bucket: GradBucket) -> Future[Tensor]:
         buffer = bucket.buffer()

@@ -129,17 +129,18 @@ class Comm(ABC):
     def _booked(self, op: str, payload: int, wire: int, run: Callable[[], T]) -> T:
         begin = time.perf_counter()
         result = run()
-        self._book(op, payload, wire, time.perf_counter() - begin)
+        self.book(op, payload, wire, time.perf_counter() - begin)
         return result
 
-    def _book(self, op: str, payload: int, wire: int, seconds: float) -> None:
+    def book(self, op: str, payload: int, wire: int, seconds: float) -> None:
+        """Enter an operation of this group in the ledger; for traffic that others cause on our behalf."""
         self.ledger.book(self.link, op, ranks=self.size, payload_bytes=payload, wire_bytes=wire, seconds=seconds)
 
-    def _groups(self, groups: Sequence[Sequence[int]]) -> list[int]:
+    def _group_of_mine(self, groups: Sequence[Sequence[int]]) -> list[int]:
         """Check a partition of the ranks; returns the group that this rank is in."""
         if sorted(r for g in groups for r in g) != list(range(self.size)):
             raise UsageError(f"split: {list(map(list, groups))} does not hold each of {self.size} ranks once")
-        return next(list(g) for g in groups if self.rank in g)
+        return next(sorted(g) for g in groups if self.rank in g)
 
 
 class _Mean:
@@ -156,7 +157,7 @@ class _Mean:
             self.result = self.pending.wait().div_(self.comm.size)
             payload = _bytes(self.result)
             wire = formulas.all_reduce_bytes(payload, self.comm.size)
-            self.comm._book("all_reduce", payload, wire, time.perf_counter() - self.begin)
+            self.comm.book("all_reduce", payload, wire, time.perf_counter() - self.begin)
         return self.result
 
     def done(self) -> bool:

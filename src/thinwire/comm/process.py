@@ -22,6 +22,7 @@ from thinwire.comm.world import World, find_world
 from thinwire.errors import PeerLost, RunError, UsageError
 
 T = TypeVar("T")
+_Pair = tuple[dist.ProcessGroup, dist.ProcessGroup]
 
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, address="127.0.0.1", port=0, launcher="none")
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -32,10 +33,15 @@ GLOO_SUMS = {
 
 
 class ProcessComm(Comm):
-    """A torch process group that books what it sends. Get one from `thinwire.join()`."""
+    """A torch process group that books what it sends. Get one from `thinwire.join()`.
 
-    def __init__(self, group: dist.ProcessGroup, link: str, ledger: Ledger, device: torch.device) -> None:
-        self.group = group
+    `side_group` has the same ranks, for what must not mix with our messages: DDP sends a few of its own while
+    the communication thread is at work, and a group's messages must go in the same order on every rank.
+    """
+
+    def __init__(self, groups: _Pair, link: str, ledger: Ledger, device: torch.device) -> None:
+        self.group, self.side_group = groups
+        group = self.group
         self.rank = group.rank()
         self.size = group.size()
         self.link = link
@@ -46,12 +52,11 @@ class ProcessComm(Comm):
         self._parts: list[ProcessComm] = []
 
     def split(self, groups: Sequence[Sequence[int]], link: str) -> ProcessComm:
-        own = self._groups(groups)
+        self._group_of_mine(groups)
         ranks = dist.get_process_group_ranks(self.group)
-        made = {}
-        for group in groups:  # every rank makes every group, in the same order
-            made[tuple(group)] = dist.new_group([ranks[r] for r in group], backend=self.backend)
-        part = ProcessComm(made[tuple(own)], link, self.ledger, self.wire_device)
+        made = [_new_pair([ranks[r] for r in group], self.backend) for group in groups]  # all ranks make all groups
+        mine = next(pair for group, pair in zip(groups, made, strict=True) if self.rank in group)
+        part = ProcessComm(mine, link, self.ledger, self.wire_device)
         self._parts.append(part)
         return part
 
@@ -109,6 +114,10 @@ class ProcessComm(Comm):
 
     def _guard(self, run: Callable[[], T]) -> T:
         return _guarded(run)
+
+
+def _new_pair(ranks: list[int], backend: str) -> _Pair:
+    return dist.new_group(ranks, backend=backend), dist.new_group(ranks, backend=backend)
 
 
 class _Work:
@@ -174,7 +183,7 @@ def join(
         _init(world, backend or _pick_backend(world, chosen), timeout_seconds)
     group = dist.group.WORLD
     assert group is not None
-    comm = ProcessComm(group, "world", Ledger(), chosen)
+    comm = ProcessComm((group, dist.new_group(backend=dist.get_backend())), "world", Ledger(), chosen)
     try:
         yield comm
     finally:

@@ -76,7 +76,7 @@ class ThreadComm(Comm):
         self._name: Slot = (link, self.members)
 
     def split(self, groups: Sequence[Sequence[int]], link: str) -> ThreadComm:
-        own = self._groups(groups)
+        own = self._group_of_mine(groups)
         self._splits += 1
         part = ThreadComm(self.board, [self.members[r] for r in own], own.index(self.rank), link, self.ledger)
         part._name = (*self._name, self._splits, link, part.members)

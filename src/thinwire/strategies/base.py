@@ -15,7 +15,7 @@ from thinwire.comm.base import Comm
 from thinwire.data import Batch, Shard
 from thinwire.errors import UsageError
 from thinwire.optim import OptimizerFactory
-from thinwire.overlap import Exchange
+from thinwire.overlap import Exchange, no_gradient
 
 Loss = Callable[[Any, Tensor], Tensor]  # (model output, targets) → mean over the batch
 
@@ -56,22 +56,30 @@ class Learner:
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
         self.model = model
         self.recipe = recipe
-        self.optimizer = recipe.optimizer(p for p in model.parameters() if p.requires_grad)
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        if not trainable:
+            raise UsageError("the model has no parameter to train; set requires_grad on at least one")
+        self.optimizer = recipe.optimizer(trainable)
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self.num_steps = 0
 
     def backward(self, batch: Batch, exchange: Exchange) -> Tensor:
-        """Gradients of the mean loss over the batch, in `accumulate` pieces; returns that loss."""
+        """Exchanged gradients of the mean loss over the batch, in `accumulate` pieces; returns that loss."""
         device = next(self.model.parameters()).device
         inputs, targets = (t.to(device, non_blocking=True) for t in batch)
         pieces = list(zip(self._pieces(inputs), self._pieces(targets), strict=True))
         losses = []
-        for i, (x, y) in enumerate(pieces, 1):
-            with nullcontext() if i == len(pieces) else exchange.accumulating():
-                with torch.autocast(device.type, torch.bfloat16, enabled=self.recipe.autocast):
-                    loss = self.recipe.loss(exchange.forward(x), y) * (len(x) / len(inputs))
-                loss.backward()
-            losses.append(loss.detach())
+        try:
+            for i, (x, y) in enumerate(pieces, 1):
+                with nullcontext() if i == len(pieces) else exchange.accumulating():
+                    with torch.autocast(device.type, torch.bfloat16, enabled=self.recipe.autocast):
+                        loss = self.recipe.loss(exchange.forward(x), y) * (len(x) / len(inputs))
+                    loss.backward()
+                losses.append(loss.detach())
+        except RuntimeError as error:
+            unfinished = "Expected to have finished reduction" in str(error)  # how DDP reports it, one step late
+            raise exchange.error or (no_gradient() if unfinished else error) from None
+        exchange.finish()
         return torch.stack(losses).sum()
 
     def update(self) -> None:

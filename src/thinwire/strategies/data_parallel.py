@@ -38,17 +38,17 @@ class DataParallel:
         *,
         reducer: Reducer = mean(),  # how gradients are averaged
         parcel_mb: Annotated[float, Field(gt=0)] = 25.0,  # lower = earlier sending, more messages
+        unused_parameters: bool = False,  # true = some may get no gradient in a step; costs a walk over the graph
     ) -> None:
         self.shard = Shard(comm.rank, comm.size)
         self.comm = comm
         self.model = model
         replicate(model, comm)
         self.learner = Learner(model, recipe)
-        self.exchange = exchange(model, reducer, comm, parcel_mb)
+        self.exchange = exchange(model, reducer, comm, parcel_mb, unused_parameters)
 
     def step(self, batch: Batch) -> Tensor:
         loss = self.learner.backward(batch, self.exchange)
-        self.exchange.finish()
         self.learner.update()
         return loss
 

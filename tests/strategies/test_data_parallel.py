@@ -1,0 +1,170 @@
+"""Data parallelism is what it says: one big batch, cut in pieces."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire as tw
+from tests.strategies.test_laws import MODELS, batches, same, sgd, steps, trainer, weights
+from thinwire.comm.base import Comm
+from thinwire.comm.ledger import all_reduce_bytes
+from thinwire.reducers.base import Reducer
+
+World = Callable[..., list[Any]]
+
+
+def plain_net() -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 3))
+
+
+PLAIN = plain_net()
+
+
+def train_plain(comm: Comm, spec: str) -> dict[str, Tensor]:
+    loss = nn.functional.cross_entropy
+    strategy = tw.prepare(spec, model=copy.deepcopy(PLAIN), optimizer=sgd, loss=loss, comm=comm)
+    steps(strategy, batches(20, 24))
+    return weights(strategy.consolidate())
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("spec", ["data_parallel", "data_parallel(parcel_mb=0.001)"])
+def test_n_ranks_with_batch_b_are_one_rank_with_batch_nb(world: World, ranks: int, spec: str) -> None:
+    model = copy.deepcopy(PLAIN)
+    optimizer = sgd(model.parameters())
+    for x, y in batches(20, 24):  # an ordinary loop, without thinwire
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    for result in world(train_plain, ranks, spec):
+        for name, expected in model.state_dict().items():
+            torch.testing.assert_close(result[name], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_two_processes_compute_bit_for_bit_what_two_threads_do(process_world: Any) -> None:
+    on_threads = tw.simulate(lambda comm: train_plain(comm, "data_parallel"), ranks=2)
+    on_processes = process_world.run(train_plain, 2, "data_parallel")
+    assert same(on_threads[0], on_processes[0])
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_parcels_do_not_change_the_result_of_a_process_rank(process_world: Any, ranks: int) -> None:
+    """Small parcels travel one by one; the sums are the same to rounding."""
+    whole = process_world.run(train_plain, ranks, "data_parallel")[0]
+    small = process_world.run(train_plain, ranks, "data_parallel(parcel_mb=0.0005)")[0]
+    for name in whole:
+        torch.testing.assert_close(whole[name], small[name], rtol=1e-5, atol=1e-6)
+
+
+def ledger_rows(comm: Comm, num_steps: int) -> list[dict[str, Any]]:
+    strategy = trainer(comm, "data_parallel")
+    steps(strategy, batches(num_steps, 24))
+    strategy.consolidate()
+    return comm.ledger.rows()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_byte_is_booked_under_its_purpose(world: World, ranks: int) -> None:
+    model = MODELS[0]
+    gradients = 4 * sum(p.numel() for p in model.parameters())
+    state = sum(t.numel() * t.element_size() for t in model.state_dict().values())
+    for rows in world(ledger_rows, ranks, 3):
+        by_purpose = {p: [r for r in rows if r["purpose"] == p] for p in ("start", "train", "sync")}
+        assert sum(r["payload_bytes"] for r in by_purpose["start"]) == state
+        assert sum(r["payload_bytes"] for r in by_purpose["train"]) == 3 * gradients
+        assert sum(r["wire_bytes"] for r in by_purpose["train"]) == 3 * all_reduce_bytes(gradients, ranks)
+        assert sum(r["payload_bytes"] for r in by_purpose["sync"]) == 2 * 16 * 4 + 8  # mean, variance, counter
+
+
+def statistics(comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
+    strategy = trainer(comm, "data_parallel")
+    steps(strategy, batches(3, 24))
+    local, whole = strategy.model[1], strategy.consolidate()[1]
+    return local.running_mean.clone(), whole.running_mean, whole.num_batches_tracked
+
+
+def test_batchnorm_statistics_are_local_in_training_and_averaged_in_the_result(world: World) -> None:
+    results = world(statistics, 3)
+    locals_ = torch.stack([r[0] for r in results])
+    assert not torch.equal(locals_[0], locals_[1])
+    for _, whole, counter in results:
+        torch.testing.assert_close(whole, locals_.mean(0))
+        assert counter == 3
+
+
+class Broken(Exception):
+    """Not a RuntimeError, so nothing of torch's could be mistaken for it."""
+
+
+def broken_reducer(comm: Comm) -> str:
+    def reduce(tensors: Any, state: Any, comm: Comm) -> Any:
+        raise Broken("the reducer's own error")
+
+    from thinwire.strategies.base import Recipe
+    from thinwire.strategies.data_parallel import DataParallel
+
+    recipe = Recipe(nn.functional.cross_entropy, sgd)
+    strategy = DataParallel(copy.deepcopy(PLAIN), recipe, comm, reducer=Reducer(lambda tensors: {}, reduce))
+    with pytest.raises(Broken, match="the reducer's own error"):
+        steps(strategy, batches(1, 24))
+    return "seen"
+
+
+def test_an_error_on_the_communication_thread_is_the_one_that_is_raised(world: World) -> None:
+    assert world(broken_reducer, 2) == ["seen", "seen"]
+
+
+class Branches(nn.Module):
+    """Uses one of two layers, depending on the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layers[self.calls % 2](x)
+
+
+BRANCHES = Branches()
+
+
+def train_branches(comm: Comm, spec: str) -> dict[str, Tensor]:
+    loss = nn.functional.cross_entropy
+    strategy = tw.prepare(spec, model=copy.deepcopy(BRANCHES), optimizer=sgd, loss=loss, comm=comm)
+    steps(strategy, batches(4, 24))
+    return weights(strategy.consolidate())
+
+
+def test_parameters_without_gradient_are_allowed_on_request(world: World) -> None:
+    results = world(train_branches, 2, "data_parallel(unused_parameters=True)")
+    assert same(results[0], results[1])
+    alone = tw.simulate(lambda comm: train_branches(comm, "data_parallel(unused_parameters=True)"), ranks=1)[0]
+    for name in alone:
+        torch.testing.assert_close(results[0][name], alone[name], rtol=1e-5, atol=1e-6)
+
+
+def refuse_branches(comm: Comm) -> str:
+    with pytest.raises(tw.UsageError) as caught:
+        train_branches(comm, "data_parallel")
+    return str(caught.value)
+
+
+def test_parameters_without_gradient_are_explained_otherwise(world: World) -> None:
+    assert all("unused_parameters=True" in message for message in world(refuse_branches, 2))
+
+
+def test_a_model_with_nothing_to_train_is_refused() -> None:
+    model = nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(tw.UsageError, match="no parameter to train"):
+        tw.simulate(
+            lambda comm: tw.prepare("data_parallel", model=model, optimizer=sgd, loss=nn.MSELoss(), comm=comm), ranks=1
+        )

@@ -1,0 +1,166 @@
+"""Laws that every registered strategy keeps, on threads and on processes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire as tw
+from thinwire import registry
+from thinwire.comm.base import Comm
+
+World = Callable[..., list[Any]]
+STRATEGIES = sorted(registry.TABLE["strategies"])
+
+
+def small_net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)
+    )
+
+
+MODELS = {seed: small_net(seed) for seed in range(4)}  # made here: threads share torch's random state
+
+
+def batches(num_steps: int, size: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(size, 6, generator=generator), torch.randint(0, 3, (size,), generator=generator))
+        for _ in range(num_steps)
+    ]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1, 0.9)
+
+
+def trainer(comm: Comm, spec: str, seed: int = 0, **options: Any) -> tw.Strategy:
+    model = copy.deepcopy(MODELS[seed])
+    return tw.prepare(spec, model=model, optimizer=sgd, loss=nn.functional.cross_entropy, comm=comm, **options)
+
+
+def steps(strategy: tw.Strategy, data: list[tuple[Tensor, Tensor]]) -> list[float]:
+    shard = strategy.shard
+    return [strategy.step((x[shard.index :: shard.count], y[shard.index :: shard.count])).item() for x, y in data]
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def train_from_different_weights(comm: Comm, spec: str) -> dict[str, Tensor]:
+    strategy = trainer(comm, spec, seed=comm.rank)
+    steps(strategy, batches(5, 24))
+    return weights(strategy.consolidate())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("spec", STRATEGIES)
+def test_consolidated_models_are_equal_and_begin_from_rank_0(world: World, spec: str, ranks: int) -> None:
+    results = world(train_from_different_weights, ranks, spec)
+    assert all(same(results[0], other) for other in results)
+    assert same(results[0], world(train_from_equal_weights, ranks, spec)[0])
+
+
+def train_from_equal_weights(comm: Comm, spec: str) -> dict[str, Tensor]:
+    strategy = trainer(comm, spec)
+    steps(strategy, batches(5, 24))
+    return weights(strategy.consolidate())
+
+
+def consolidate_in_between(comm: Comm, spec: str) -> tuple[dict[str, Tensor], str, bool]:
+    strategy = trainer(comm, spec)
+    for batch in batches(5, 24):
+        steps(strategy, [batch])
+        with torch.no_grad():
+            for parameter in strategy.consolidate().parameters():
+                parameter.zero_()
+    whole = strategy.consolidate()
+    return weights(whole), type(whole).__name__, any(p.grad is not None for p in whole.parameters())
+
+
+@pytest.mark.parametrize("spec", STRATEGIES)
+def test_consolidate_gives_an_ordinary_module_apart_from_the_one_in_training(world: World, spec: str) -> None:
+    state, kind, has_gradients = world(consolidate_in_between, 2, spec)[0]
+    assert kind == "Sequential"
+    assert not has_gradients
+    assert same(state, world(train_from_equal_weights, 2, spec)[0])
+
+
+def stop_and_go(comm: Comm, spec: str, stop: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Train 7 steps; also stop after some of them and go on in a new strategy that began elsewhere."""
+    data = batches(7, 24)
+    straight = trainer(comm, spec)
+    steps(straight, data)
+    before = trainer(comm, spec)
+    steps(before, data[:stop])
+    after = trainer(comm, spec, seed=3)
+    after.load_state_dict(copy.deepcopy(before.state_dict()))
+    steps(after, data[stop:])
+    return weights(straight.consolidate()), weights(after.consolidate())
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("spec", STRATEGIES)
+def test_a_resumed_run_ends_bit_for_bit_where_the_other_does(world: World, spec: str, ranks: int) -> None:
+    for stop in (0, 1, 4):
+        for straight, resumed in world(stop_and_go, ranks, spec, stop):
+            assert same(straight, resumed), f"after {stop} steps"
+
+
+def accumulated(comm: Comm, spec: str, pieces: int) -> dict[str, Tensor]:
+    strategy = trainer(comm, spec, accumulate=pieces)
+    for module in strategy.model.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            module.eval()  # its statistics are per piece, on purpose
+    steps(strategy, batches(5, 26))
+    return dict(strategy.consolidate().named_parameters())
+
+
+@pytest.mark.parametrize("spec", STRATEGIES)
+def test_a_batch_in_pieces_gives_the_same_update(world: World, spec: str) -> None:
+    whole = world(accumulated, 2, spec, 1)[0]
+    for pieces in (2, 3, 100):
+        parts = world(accumulated, 2, spec, pieces)[0]
+        for name in whole:
+            torch.testing.assert_close(parts[name], whole[name], rtol=1e-5, atol=1e-6)
+
+
+def with_schedule(comm: Comm, spec: str, factor: float, clip: float | None) -> float:
+    strategy = trainer(comm, spec, schedule=lambda step: factor if step else 0.0, clip_norm=clip)
+    before = weights(strategy.model)
+    steps(strategy, batches(1, 24))
+    assert all(torch.equal(p, before[n]) for n, p in strategy.model.named_parameters()), "factor 0 moves nothing"
+    steps(strategy, batches(1, 24))
+    return sum((p - before[n]).square().sum().item() for n, p in strategy.model.named_parameters()) ** 0.5
+
+
+@pytest.mark.parametrize("spec", STRATEGIES)
+def test_schedule_and_clipping_bound_the_update(world: World, spec: str) -> None:
+    free, half = world(with_schedule, 2, spec, 1.0, None)[0], world(with_schedule, 2, spec, 0.5, None)[0]
+    assert half == pytest.approx(free / 2, rel=1e-4)
+    clipped = world(with_schedule, 2, spec, 1.0, 1e-3)[0]
+    assert clipped <= 0.1 * 1.9 * 1e-3 * 1.001
+
+
+def in_bfloat16(comm: Comm, spec: str) -> tuple[float, float, str]:
+    strategy = trainer(comm, spec, autocast=True)
+    losses = steps(strategy, batches(1, 48) * 20)
+    return losses[0], losses[-1], str(next(strategy.consolidate().parameters()).dtype)
+
+
+@pytest.mark.parametrize("spec", STRATEGIES)
+def test_autocast_trains_with_float32_weights(world: World, spec: str) -> None:
+    for first, last, dtype in world(in_bfloat16, 2, spec):
+        assert last < first
+        assert dtype == "torch.float32"
