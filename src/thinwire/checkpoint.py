@@ -64,7 +64,8 @@ class Checkpoints:
         candidates = self._steps()
         while True:
             mine = next((s for s in reversed(candidates) if s in found or self._try(s, found)), -1)
-            everyones = gather_json(self.comm, mine)
+            with self.comm.ledger.purpose("checkpoint"):
+                everyones = gather_json(self.comm, mine)
             step = min(everyones)
             if step == max(everyones):
                 self._set_aside(step)
@@ -135,6 +136,8 @@ def _pack(tree: Tree, tensors: dict[str, Tensor], path: str = "") -> Tree:
     """A tree as JSON: tensors are put aside under their path, and what JSON lacks is marked."""
     match tree:
         case Tensor():
+            while path in tensors:  # {"a/b": …} beside {"a": {"b": …}}
+                path += "'"
             tensors[path] = tree.detach().cpu().contiguous().clone()
             return {"$tensor": path}
         case dict():

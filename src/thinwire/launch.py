@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import select
 import signal
-import sys
 import tempfile
 import threading
-import time
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,7 +70,7 @@ def _start_ranks(config: RunConfig, num_ranks: int) -> None:
         rendezvous = LoopbackRendezvous(num_ranks, config.restarts)
         spec = WorkerSpec(
             role="rank", local_world_size=num_ranks, rdzv_handler=rendezvous, entrypoint=rank_main,
-            args=(config.model_dump_json(),), max_restarts=config.restarts, master_addr="127.0.0.1",
+            args=(config.model_dump_json(), os.getpid()), max_restarts=config.restarts, master_addr="127.0.0.1",
         )  # fmt: skip
         agent = LocalElasticAgent(
             spec, DefaultLogsSpecs(log_dir=logs), start_method="forkserver", exit_barrier_timeout=10
@@ -110,10 +109,10 @@ def _specs(config: RunConfig) -> list[tuple[str, str]]:
     return [(kind, spec) for kind, spec in specs.items() if spec is not None]
 
 
-def rank_main(config_json: str) -> None:
+def rank_main(config_json: str, launcher: int) -> None:
     """One rank, in its own process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the launcher, which ends the ranks in order
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once; the launcher says so, once
+    threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
     import torch
 
     from thinwire.worker import run_rank
@@ -151,9 +150,7 @@ def _traceback(failure: ProcessFailure) -> str:
     return str(data.get("extraInfo", {}).get("py_callstack", "")) if isinstance(data, dict) else ""
 
 
-def _end_with_parent(parent: int) -> None:
-    """Leave when the process that made this one is gone: nobody else would end it."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    print("the launcher is gone; this rank ends", file=sys.stderr, flush=True)
+def _end_with(launcher: int) -> None:
+    """Leave when the launcher is gone, killed say: nobody else would end this rank."""
+    select.select([os.pidfd_open(launcher)], [], [])  # readable once it has ended
     os._exit(1)

@@ -245,7 +245,9 @@ class Run:
         }
 
     def _resume(self, folder: RunFolder) -> None:
+        booked = self.comm.ledger.rows()
         found = self.checkpoints.load_latest()
+        self.comm.ledger.load_rows(found[1]["ledger"] if found else booked)  # as if never stopped
         if found is None:
             self._warn(f"{folder.path} has no checkpoint that can be used; starting from the beginning")
         step, state = found or (0, None)
@@ -255,7 +257,6 @@ class Run:
             return
         self.strategy.load_state_dict(state["strategy"])
         checkpoint.set_random_state(state["random"])
-        self.comm.ledger.load_rows(state["ledger"])
         self.at = Position(**state["position"])
         self._warn(f"resuming at step {step} of {self.num_steps}")
 

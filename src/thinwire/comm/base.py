@@ -165,9 +165,12 @@ class _Mean:
 
 
 def gather_json(comm: Comm, value: Any) -> list[Any]:
-    """Every rank's JSON value on every rank. Text, never pickled objects, is what crosses the wire."""
+    """Every rank's JSON value on every rank. Text, never pickled objects, is what crosses the wire.
+
+    It is padded to whole kibibytes, so that the digits of a time or the length of a path do not change the count.
+    """
     text = json.dumps(value).encode()
-    length = int(comm.max(torch.tensor([len(text)])).item())
+    length = int(comm.max(torch.tensor([-(-len(text) // 1024) * 1024])).item())
     padded = torch.frombuffer(bytearray(text.ljust(length)), dtype=torch.uint8)
     return [json.loads(bytes(t.tolist())) for t in comm.gather(padded)]
 

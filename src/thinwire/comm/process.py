@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +24,7 @@ from thinwire.errors import PeerLost, RunError, UsageError
 T = TypeVar("T")
 _Pair = tuple[dist.ProcessGroup, dist.ProcessGroup]
 
+LOOPBACK = ("127.0.0.1", "localhost")
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, address="127.0.0.1", port=0, launcher="none")
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 GLOO_SUMS = {
@@ -178,18 +179,36 @@ def join(
     """
     world = find_world() or ALONE
     chosen = pick_device(world) if device is None else torch.device(device)
-    owned = not dist.is_initialized()
-    if owned:
+    if dist.is_initialized():
+        with closing(_world_comm(chosen)) as comm:
+            yield comm
+        return
+    with _loopback_for_gloo(world):
         _init(world, backend or _pick_backend(world, chosen), timeout_seconds)
+        try:
+            with closing(_world_comm(chosen)) as comm:
+                yield comm
+        finally:
+            dist.destroy_process_group()
+
+
+def _world_comm(device: torch.device) -> ProcessComm:
     group = dist.group.WORLD
     assert group is not None
-    comm = ProcessComm((group, dist.new_group(backend=dist.get_backend())), "world", Ledger(), chosen)
+    return ProcessComm((group, dist.new_group(backend=dist.get_backend())), "world", Ledger(), device)
+
+
+@contextmanager
+def _loopback_for_gloo(world: World) -> Iterator[None]:
+    """On one machine, have gloo use loopback; left to itself it looks up the host's name and listens there."""
+    if world.address not in LOOPBACK or "GLOO_SOCKET_IFNAME" in os.environ:
+        yield
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
-        yield comm
+        yield
     finally:
-        comm.close()
-        if owned:
-            dist.destroy_process_group()
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
 
 
 def pick_device(world: World | None = None) -> torch.device:
@@ -206,8 +225,6 @@ def _pick_backend(world: World, device: torch.device) -> str:
 
 def _init(world: World, backend: str, timeout_seconds: float) -> None:
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    if world.address in ("127.0.0.1", "localhost"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would ask the host's name and listen there
     store: dist.Store = dist.HashStore() if world.size == 1 else _store(world, timeout)
     try:
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
@@ -222,7 +239,7 @@ def _store(world: World, timeout: datetime.timedelta) -> dist.Store:
     master = world.rank == 0 and not hosted
     where = f"{world.address}:{world.port}"
     try:
-        if master and world.address in ("127.0.0.1", "localhost"):
+        if master and world.address in LOOPBACK:
             store = loopback_store(world.size, world.port, timeout)
         else:
             store = dist.TCPStore(world.address, world.port, world.size, master, timeout, wait_for_workers=False)

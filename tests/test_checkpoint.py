@@ -1,0 +1,196 @@
+"""Checkpoints come back bit for bit, and what is not one is refused by name."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import thinwire as tw
+from thinwire import checkpoint
+from thinwire.checkpoint import Checkpoints, _pack, _unpack
+from thinwire.comm.base import Comm
+from thinwire.errors import RunError
+
+IDENTITY = {"task": "digits", "seed": 0}
+leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+keys = st.text() | st.integers() | st.booleans()
+trees = st.recursive(
+    leaves,
+    lambda t: st.lists(t) | st.lists(t).map(tuple) | st.dictionaries(keys, t),
+    max_leaves=20,
+)
+
+
+@given(trees)
+def test_any_tree_survives_json(tree: Any) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    assert _unpack(json.loads(json.dumps(_pack(tree, tensors))), tensors) == tree
+
+
+def test_tensors_whose_paths_read_alike_stay_apart() -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    tree = {"a/b": torch.tensor(1), "a": {"b": torch.tensor(2)}, 0: torch.tensor(3), "0": torch.tensor(4)}
+    back = _unpack(json.loads(json.dumps(_pack(tree, tensors))), tensors)
+    assert [back["a/b"], back["a"]["b"], back[0], back["0"]] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 2)])
+def test_tensors_survive_a_file(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = (torch.rand(shape) * 2).to(dtype)
+    state = {"a": [tensor, {0: tensor.t() if tensor.dim() == 2 else tensor}], "b/c": tensor}
+
+    def save_and_load(comm: Comm) -> Any:
+        keeper = Checkpoints(tmp_path, comm, IDENTITY, keep=2, warn=print)
+        keeper.save(3, lambda: state)
+        return keeper.load_latest()
+
+    ((step, loaded),) = tw.simulate(save_and_load, ranks=1)
+    assert step == 3
+    assert torch.equal(loaded["a"][0], tensor)
+    assert loaded["a"][0].dtype == dtype
+    assert torch.equal(loaded["a"][1][0], state["a"][1][0])
+
+
+def test_what_cannot_be_saved_is_named() -> None:
+    with pytest.raises(TypeError, match=r"cannot hold object \(at /x/1\)"):
+        _pack({"x": [1, object()]}, {})
+
+
+def save_steps(folder: Path, ranks: int, steps: list[int], keep: int = 10) -> None:
+    def save(comm: Comm) -> None:
+        keeper = Checkpoints(folder, comm, IDENTITY, keep=keep, warn=print)
+        for step in steps:
+            keeper.save(step, lambda step=step: {"step": step, "rank": comm.rank, "t": torch.full((4,), float(step))})
+
+    tw.simulate(save, ranks=ranks)
+
+
+def load(folder: Path, ranks: int, identity: dict[str, Any] = IDENTITY) -> tuple[list[Any], list[str]]:
+    warnings: list[str] = []
+    found = tw.simulate(
+        lambda comm: Checkpoints(folder, comm, identity, keep=2, warn=warnings.append).load_latest(), ranks=ranks
+    )
+    return found, warnings
+
+
+def test_the_last_few_are_kept(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2, [1, 2, 3, 4, 5], keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000004", "step-00000005"]
+
+
+def test_every_rank_gets_its_own_state_of_the_same_step(tmp_path: Path) -> None:
+    save_steps(tmp_path, 3, [10, 20])
+    found, warnings = load(tmp_path, 3)
+    assert [(step, state["rank"]) for step, state in found] == [(20, 0), (20, 1), (20, 2)]
+    assert warnings == []
+
+
+def damage(path: Path, how: str) -> None:
+    data, manifest = path / "rank-1.safetensors", path / "rank-1.json"
+    if how == "flipped bit":
+        raw = bytearray(data.read_bytes())
+        raw[-1] ^= 1
+        data.write_bytes(raw)
+    elif how == "cut short":
+        data.write_bytes(data.read_bytes()[:50])
+    elif how == "missing data":
+        data.unlink()
+    elif how == "missing manifest":
+        manifest.unlink()
+    elif how == "half a manifest":
+        manifest.write_text(manifest.read_text()[:40])
+    elif how == "not a manifest":
+        manifest.write_text("[]")
+    elif how == "another version":
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": "thinwire-checkpoint-9"}))
+
+
+HOWS = [
+    "flipped bit",
+    "cut short",
+    "missing data",
+    "missing manifest",
+    "half a manifest",
+    "not a manifest",
+    "another version",
+]
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_damaged_checkpoint_on_one_rank_sends_all_to_the_one_before(tmp_path: Path, how: str) -> None:
+    save_steps(tmp_path, 3, [10, 20])
+    damage(tmp_path / "step-00000020", how)
+    found, warnings = load(tmp_path, 3)
+    assert [(step, state["rank"]) for step, state in found] == [(10, 0), (10, 1), (10, 2)]
+    if how != "missing manifest":  # then rank 1 never knew of it
+        assert len(warnings) == 1
+        assert "step-00000020" in warnings[0]
+
+
+def test_refused_checkpoints_are_set_aside_not_deleted_and_not_kept_for_good_ones(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2, [10, 20])
+    damage(tmp_path / "step-00000020", "flipped bit")
+    load(tmp_path, 2)
+    assert (tmp_path / "step-00000020" / "rank-1.json.refused").exists()
+    assert (tmp_path / "step-00000020" / "rank-1.safetensors").exists()
+    save_steps(tmp_path, 2, [15], keep=2)
+    found, _ = load(tmp_path, 2)
+    assert [step for step, _ in found] == [15, 15]
+
+
+def test_a_checkpoint_of_another_run_is_refused_by_what_differs(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, [10])
+    found, warnings = load(tmp_path, 1, {**IDENTITY, "seed": 7})
+    assert found == [None]
+    assert "another run (seed: 0 there, 7 here)" in warnings[0]
+
+
+def test_other_numbers_of_ranks_are_refused(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2, [10])
+    found, warnings = load(tmp_path, 1)
+    assert found == [None]
+    assert "ranks: 2 there, 1 here" in warnings[0]
+
+
+def test_no_checkpoint_at_all(tmp_path: Path) -> None:
+    assert load(tmp_path / "nothing", 2) == ([None, None], [])
+
+
+def test_a_failed_write_leaves_the_old_checkpoint_and_no_scraps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_steps(tmp_path, 1, [10])
+
+    def full(tensors: Any, path: Path, metadata: Any = None) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(RunError, match=r"cannot write .*No space left on device; free some space"):
+        save_steps(tmp_path, 1, [20])
+    monkeypatch.undo()
+    assert [p.name for p in (tmp_path / "step-00000020").iterdir()] == []
+    assert [step for step, _ in load(tmp_path, 1)[0]] == [10]
+
+
+def test_every_random_generator_goes_on_where_it_was() -> None:
+    def draw() -> list[float]:
+        return [torch.rand(()).item(), random.random(), random.gauss(0, 1), float(np.random.rand()), np.random.randn()]
+
+    random.gauss(0, 1)
+    np.random.randn()
+    tensors: dict[str, torch.Tensor] = {}
+    packed = json.dumps(_pack(checkpoint.random_state(), tensors))
+    first = draw()
+    assert draw() != first
+    checkpoint.set_random_state(_unpack(json.loads(packed), tensors))
+    assert draw() == first

@@ -1,0 +1,103 @@
+"""The command line: what it teaches, and what it says to mistakes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from thinwire.cli import main
+
+
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *args: str) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["thinwire", *args])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    code = 0
+    try:
+        main()
+    except SystemExit as stopped:
+        code = int(stopped.code or 0)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["train", "--strategy", "data_paralel"], "unknown strategy 'data_paralel'; did you mean 'data_parallel'?"),
+        (["train", "--task", "digit"], "unknown task 'digit'; did you mean 'digits'?"),
+        (["train", "--model", "resnet"], "unknown model 'resnet'"),
+        (["train", "--optimizer", "adam"], "unknown optimizer 'adam'; did you mean 'adamw'?"),
+        (["train", "--schedule", "linear"], "unknown schedule 'linear'"),
+        (["train", "--ranks", "0"], "ranks='0' is not possible: should be greater than 0"),
+        (["train", "--lr", "-1"], "lr='-1' is not possible"),
+        (["train", "--epochs", "many"], "epochs='many' is not possible: should be a valid integer"),
+        (["train", "--device", "tpu"], "tpu"),
+        (["train", "--rank", "4"], "--rank"),
+        (["train", "--strategy", "f("], "cannot read 'f('"),
+        (["train", "--resume"], "--resume needs --out"),
+        (["train", "--resume", "--out", "nowhere"], "nowhere holds no run"),
+        (["train", "nothing.toml"], "cannot read nothing.toml"),
+        (["trian"], "trian"),
+        (["list", "colours"], "colours"),
+    ],
+)
+def test_a_mistake_is_one_clear_message_and_code_2(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = call(capsys, monkeypatch, *args)
+    assert code == 2
+    assert message in err
+    assert len(err.strip().splitlines()) <= 2, err
+    assert list(tmp_path.iterdir()) == [], "nothing was made"
+
+
+def test_a_wrong_setting_in_a_file_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.toml"
+    for text, message in [
+        ("epoch = 3", "unknown setting in"),
+        ("epochs = 'x'", "epochs='x' is not possible"),
+        ("epochs 3", "is not TOML"),
+    ]:
+        file.write_text(text)
+        code, _, err = call(capsys, monkeypatch, "train", str(file))
+        assert code == 2
+        assert message in err
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, _ = call(capsys, monkeypatch, "--help")
+    assert code == 0
+    assert "thinwire train --ranks 4" in out
+    code, out, _ = call(capsys, monkeypatch, "train", "--help")
+    assert code == 0
+    for word in ("What to train", "--strategy", "--resume", "--restarts", "torchrun"):
+        assert word in out
+
+
+def test_list_as_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, _ = call(capsys, monkeypatch, "list", "strategies", "--json")
+    assert code == 0
+    entry = json.loads(out)["strategies"]["data_parallel"]
+    assert entry["about"]
+    assert {"name": "reducer", "type": "Reducer", "default": "mean()", "about": "how gradients are averaged"} in entry[
+        "options"
+    ]
+
+
+def test_list_and_help_need_no_torch() -> None:
+    for args in (["list"], ["list", "--json"], ["train", "--help"], ["--version"]):
+        code = (
+            "import sys; sys.modules['torch'] = None; sys.argv = ['thinwire', *sys.argv[1:]];"
+            "from thinwire.cli import main; main()"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=30, check=False
+        )
+        assert done.returncode == 0, done.stderr

@@ -1,0 +1,52 @@
+"""Settings: from where, in which order, and what a resumed run may change."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from thinwire.config import RunConfig
+from thinwire.errors import UsageError
+from thinwire.launch import settle
+from thinwire.records import RunFolder
+
+
+def test_a_file_is_read_and_options_win_over_it(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('task = "synthetic"\nbatch-size = 8\nlr = 0.5\n')
+    config = settle(file, {"lr": 0.25})
+    assert (config.task, config.batch_size, config.lr, config.strategy) == ("synthetic", 8, 0.25, "data_parallel")
+
+
+def test_toml_out_is_toml_in() -> None:
+    config = RunConfig(task='p.m:f(x="é\\n")', out=Path("a b"), lr=1e-5, autocast=True, ranks=3)
+    assert RunConfig(**tomllib.loads(config.to_toml())) == config
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    RunFolder(tmp_path).save_config(RunConfig(task="synthetic", ranks=2, epochs=3, lr=0.5, out=tmp_path))
+    return tmp_path
+
+
+def test_resuming_needs_only_the_folder(saved: Path) -> None:
+    config = settle(None, {"resume": True, "out": saved})
+    assert (config.task, config.ranks, config.epochs, config.resume) == ("synthetic", 2, 3, True)
+
+
+def test_resuming_may_go_on_for_longer(saved: Path) -> None:
+    assert settle(None, {"resume": True, "out": saved, "epochs": 9, "lr": 0.5}).epochs == 9
+
+
+@pytest.mark.parametrize(("name", "value"), [("lr", 0.1), ("ranks", 4), ("task", "digits"), ("seed", 1)])
+def test_resuming_may_not_change_the_numbers(saved: Path, name: str, value: object) -> None:
+    with pytest.raises(UsageError, match=f"has {name}=.*leave out --{name} to resume it"):
+        settle(None, {"resume": True, "out": saved, name: value})
+
+
+def test_a_folder_that_moved_can_be_resumed_where_it_is(saved: Path, tmp_path: Path) -> None:
+    moved = tmp_path.parent / (tmp_path.name + "-moved")
+    saved.rename(moved)
+    assert settle(None, {"resume": True, "out": moved}).out == moved

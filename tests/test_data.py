@@ -1,0 +1,90 @@
+"""Every sample once, the same order everywhere, equal shares."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, TensorDataset
+
+import thinwire as tw
+from thinwire.data import Loader, Shard, mix
+
+
+def numbers(count: int) -> TensorDataset:
+    return TensorDataset(torch.arange(count).float(), torch.arange(count))
+
+
+@given(st.integers(1, 200), st.integers(1, 8), st.integers(1, 20), st.integers(0, 3))
+def test_shards_partition_each_epoch(count: int, ranks: int, batch_size: int, epoch: int) -> None:
+    if count < ranks:
+        with pytest.raises(tw.UsageError, match="cannot be shared"):
+            Loader(numbers(count), Shard(0, ranks), batch_size)
+        return
+    loaders = [Loader(numbers(count), Shard(r, ranks), batch_size) for r in range(ranks)]
+    per_rank = [loader.indices(epoch) for loader in loaders]
+    sizes = [[len(batch) for batch in batches] for batches in per_rank]
+    assert all(s == sizes[0] for s in sizes), "every rank takes the same steps with the same numbers"
+    assert len(loaders[0]) == len(sizes[0])
+    assert sizes[0][:-1] == [batch_size] * (len(sizes[0]) - 1)
+    assert sizes[0], "there is something to do"
+    seen = torch.cat([batch for batches in per_rank for batch in batches])
+    assert len(seen.unique()) == len(seen), "no sample twice"
+    assert len(seen) > count - 2 * ranks, "hardly any is left out"
+
+
+def test_n_shards_together_are_the_batch_of_one() -> None:
+    whole = Loader(numbers(96), Shard(0, 1), 16).indices(3)
+    parts = [Loader(numbers(96), Shard(r, 4), 4).indices(3) for r in range(4)]
+    for i, batch in enumerate(whole):
+        assert sorted(batch.tolist()) == sorted(torch.cat([part[i] for part in parts]).tolist())
+
+
+def test_the_order_depends_on_seed_and_epoch_alone() -> None:
+    def order(seed: int, epoch: int) -> list[int]:
+        return torch.cat(Loader(numbers(50), Shard(0, 1), 5, seed=seed).indices(epoch)).tolist()
+
+    assert order(1, 2) == order(1, 2)
+    assert len({tuple(order(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
+
+
+def test_iterating_goes_from_epoch_to_epoch() -> None:
+    loader = tw.loader(numbers(20), Shard(0, 1), batch_size=5)
+    first, second = (torch.cat([y for _, y in loader]).tolist() for _ in range(2))
+    assert first == torch.cat(loader.indices(0)).tolist()
+    assert second == torch.cat(loader.indices(1)).tolist()
+
+
+def test_starting_inside_an_epoch_gives_its_rest() -> None:
+    loader = Loader(numbers(20), Shard(0, 1), 5)
+    whole = [y.tolist() for _, y in loader.batches(0)]
+    assert [y.tolist() for _, y in loader.batches(0, start=2)] == whole[2:]
+
+
+class Squares(Dataset[tuple[int, int]]):
+    """Not a TensorDataset."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return index, index**2
+
+
+def test_any_map_style_dataset_will_do() -> None:
+    loader = tw.loader(Squares(), Shard(1, 2), batch_size=3)
+    batches = list(loader)
+    assert [x.tolist() for x, _ in batches] == [i.tolist() for i in loader.indices(0)]
+    assert all(torch.equal(y, x**2) for x, y in batches)
+
+
+def test_a_batch_of_nothing_is_refused() -> None:
+    with pytest.raises(tw.UsageError, match="batch_size=0; possible: 1 or more"):
+        tw.loader(numbers(4), Shard(0, 1), batch_size=0)
+
+
+def test_mixed_seeds_do_not_collide() -> None:
+    seeds = {mix(a, b, c) for a in range(12) for b in range(12) for c in range(12)}
+    assert len(seeds) == 12**3
+    assert all(0 <= seed < 2**63 for seed in seeds)

@@ -1,0 +1,212 @@
+"""Whole runs as a user starts them: real processes, real signals, real exit codes."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.test_worker import same_files, timeless
+from thinwire.records import read_rows
+
+ROOT = Path(__file__).parent.parent
+FAST = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
+
+
+def start(*args: str, env: dict[str, str] = FAST, program: tuple[str, ...] = ("-m", "thinwire")) -> Any:
+    return subprocess.Popen(
+        [sys.executable, *program, *args], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def finish(process: Any, seconds: float = 90) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    assert session_members(process.pid) == [], "processes of the run are left"
+    return process.returncode, out, err
+
+
+def session_members(session: int) -> list[int]:
+    """Processes of a session that are alive, waiting a moment for the last of them to end."""
+    for _ in range(100):
+        found = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(fields[3]) == session and fields[0] not in "ZX":
+                found.append(int(stat.parent.name))
+        if not found:
+            return []
+        time.sleep(0.05)
+    return found
+
+
+def run(*args: str, **options: Any) -> tuple[int, str, str]:
+    return finish(start(*args, **options))
+
+
+def noisy(**options: Any) -> str:
+    inside = ", ".join(f"{key}={value!r}" for key, value in options.items())
+    return f"tests.user_task:noisy({inside})"
+
+
+def test_train_prints_a_table_and_leaves_no_process(tmp_path: Path) -> None:
+    code, out, err = run("train", "--ranks", "2", "--epochs", "2", "--out", str(tmp_path / "run"))
+    assert code == 0, err
+    assert "digits · data_parallel · 2 ranks · accuracy" in out
+    assert "all_reduce" in out
+    assert "epoch 2/2" in err
+    assert {p.name for p in (tmp_path / "run").iterdir()} == {
+        "checkpoints", "config.toml", "ledger.jsonl", "metrics.jsonl", "model.safetensors", "summary.json",
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("undisturbed") / "run"
+    code, _, err = run("train", "--task", noisy(), "--ranks", "3", "--checkpoint-every", "4", "--out", str(out))
+    assert code == 0, err
+    return out
+
+
+CASES = [(random.Random(i).randrange(3), random.Random(i + 100).randrange(1, 30)) for i in range(3)]
+
+
+@pytest.mark.parametrize(("rank", "step"), CASES)
+def test_kill_9_and_automatic_restart_end_bit_for_bit_the_same(
+    tmp_path: Path, undisturbed: Path, rank: int, step: int
+) -> None:
+    out = tmp_path / "run"
+    task = noisy(fault="kill", rank=rank, step=step, once=str(tmp_path / "killed"))
+    code, _, err = run(
+        "train", "--task", task, "--ranks", "3", "--checkpoint-every", "4", "--restarts", "1", "--out", str(out)
+    )
+    assert code == 0, err
+    assert (tmp_path / "killed").exists()
+    assert "a rank died; restart 1 of 1" in err
+    assert same_files(undisturbed, out)
+    assert timeless(undisturbed, "metrics.jsonl") == timeless(out, "metrics.jsonl")
+    assert timeless(undisturbed, "ledger.jsonl") == timeless(out, "ledger.jsonl")
+
+
+def test_kill_9_without_restart_names_the_rank_and_resume_goes_on(tmp_path: Path, undisturbed: Path) -> None:
+    out = tmp_path / "run"
+    task = noisy(fault="kill", rank=2, step=17, once=str(tmp_path / "killed"))
+    begin = time.monotonic()
+    code, _, err = run("train", "--task", task, "--ranks", "3", "--checkpoint-every", "4", "--out", str(out))
+    assert code == 1
+    assert "rank 2" in err
+    assert "SIGKILL" in err
+    assert "Traceback" not in err
+    assert time.monotonic() - begin < 30
+    code, _, err = run("train", "--out", str(out), "--resume")
+    assert code == 0, err
+    assert "resuming at step 16" in err
+    assert same_files(undisturbed, out)
+
+
+def test_an_error_in_users_code_shows_its_rank_and_traceback(tmp_path: Path) -> None:
+    task = noisy(fault="raise", rank=1, step=5)
+    code, _, err = run("train", "--task", task, "--ranks", "2", "--out", str(tmp_path / "run"))
+    assert code == 1
+    assert "rank 1 failed: ZeroDivisionError: a fault of the user's own" in err
+    assert "user_task.py" in err
+    assert "lost contact" not in err
+
+
+def test_a_killed_launcher_leaves_no_rank_behind(tmp_path: Path) -> None:
+    process = start(
+        "train", "--task", noisy(fault="slow"), "--ranks", "2", "--epochs", "50", "--out", str(tmp_path / "run")
+    )
+    for _ in range(600):
+        if (tmp_path / "run" / "metrics.jsonl").exists():
+            break
+        time.sleep(0.05)
+    process.kill()
+    process.communicate(timeout=30)
+    assert session_members(process.pid) == []
+
+
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_ranks_and_what_is_finished_is_kept(tmp_path: Path, sig: signal.Signals) -> None:
+    out = tmp_path / "run"
+    process = start("train", "--task", noisy(fault="slow"), "--ranks", "2", "--epochs", "50", "--out", str(out))
+    for _ in range(600):
+        if read_rows(out / "metrics.jsonl") and any((out / "checkpoints").glob("*/rank-1.json")):
+            break
+        time.sleep(0.05)
+    os.killpg(process.pid, sig)  # as a terminal does
+    code, _, err = finish(process, 30)
+    assert code == 130
+    assert f"stopped by {sig.name}; --resume goes on" in err
+    assert "Traceback" not in err
+
+
+def test_torchrun_worlds_are_joined(tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    code, out, err = run(
+        port, "-m", "thinwire", "train", "--epochs", "1", "--out", str(tmp_path / "run"), program=torchrun
+    )
+    assert code == 0, err
+    assert "2 ranks" in out
+    assert out.count("results in") == 1
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        env = {**FAST, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        code, _, err = run("train", "--out", str(tmp_path / "run"), env=env)
+    assert code == 2
+    assert f"127.0.0.1:{port} is in use by another program; set MASTER_PORT" in err
+    assert "Traceback" not in err
+
+
+def test_ranks_and_launcher_listen_on_loopback_alone(tmp_path: Path) -> None:
+    task = noisy(fault="listeners", rank=1, step=2)
+    code, _, err = run("train", "--task", task, "--ranks", "2", "--epochs", "1", "--out", str(tmp_path / "run"))
+    assert code == 0, err
+    line = next(line for line in err.splitlines() if line.startswith("LISTENING"))
+    addresses = line.split()[1:]
+    assert addresses, "there are listeners to look at"
+    loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+    assert set(addresses) <= loopback
+
+
+def test_a_full_disk_is_one_message_and_loses_nothing(tmp_path: Path) -> None:
+    """A tmpfs of 1 MB in a namespace of its own: the second checkpoint does not fit."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    script = (
+        f"mount -t tmpfs -o size=2500k tmpfs {disk} || exit 99; "
+        f"{sys.executable} -m thinwire train --ranks 2 --epochs 3 --out {disk}/run; code=$?; "
+        f"find {disk} -name '.*' -o -name '*.new'; ls {disk}/run/checkpoints; exit $code"
+    )
+    done = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script],
+        env=FAST, text=True, capture_output=True, timeout=90, check=False,
+    )  # fmt: skip
+    if done.returncode == 99 or "unshare" in done.stderr:
+        pytest.skip(f"mount namespaces are not allowed here: {done.stderr.strip()}")
+    assert done.returncode == 1, done.stderr
+    assert "No space left on device" in done.stderr
+    assert "free some space or choose another --out" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout.split()[0].startswith("step-"), "no scraps, and a checkpoint is there"

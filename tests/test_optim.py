@@ -1,0 +1,44 @@
+"""Schedules at their landmarks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire import registry
+
+SCHEDULES = ["constant", "cosine", "cosine(warmup_epochs=2)", "cosine(floor=0.1)", "constant(warmup_epochs=3)"]
+
+
+@given(st.sampled_from(SCHEDULES), st.floats(0, 10), st.floats(0.5, 10))
+def test_factors_stay_between_zero_and_one(spec: str, done: float, total: float) -> None:
+    assert 0 <= registry.build("schedules", spec)(done, total) <= 1
+
+
+def test_cosine_landmarks() -> None:
+    factor = registry.build("schedules", "cosine(warmup_epochs=2, floor=0.2)")
+    assert factor(0, 10) == 0
+    assert factor(1, 10) == pytest.approx(0.5, abs=0.01)
+    assert factor(2, 10) == 1
+    assert factor(6, 10) == pytest.approx(0.6)
+    assert factor(10, 10) == pytest.approx(0.2)
+
+
+def test_constant_warms_up() -> None:
+    factor = registry.build("schedules", "constant(warmup_epochs=4)")
+    assert [factor(d, 10) for d in (0, 1, 2, 4, 9)] == [0, 0.25, 0.5, 1, 1]
+
+
+def test_a_warm_up_longer_than_the_run_only_climbs() -> None:
+    factor = registry.build("schedules", "cosine(warmup_epochs=5)")
+    assert [factor(d, 2) for d in (0.0, 1.0, 2.0)] == [0, 0.2, 0.4]
+
+
+@pytest.mark.parametrize(("spec", "kind"), [("sgd(nesterov=True)", torch.optim.SGD), ("adamw", torch.optim.AdamW)])
+def test_optimizers_take_their_options(spec: str, kind: type) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = registry.build("optimizers", spec, 0.25)([parameter])
+    assert isinstance(optimizer, kind)
+    assert optimizer.param_groups[0]["lr"] == 0.25

@@ -1,0 +1,81 @@
+"""The table and the checks of what it names."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Literal
+
+import pytest
+
+from thinwire import registry
+from thinwire.errors import UsageError
+from thinwire.reducers.base import Reducer
+from thinwire.spec import parse
+
+EVERYTHING = [(kind, name) for kind, table in registry.TABLE.items() for name in table]
+
+
+@pytest.mark.parametrize(("kind", "name"), EVERYTHING)
+def test_every_line_of_the_table_leads_somewhere_documented(kind: str, name: str) -> None:
+    target = registry.load(kind, name)
+    assert inspect.getdoc(target), "has a docstring"
+    registry.check(kind, name)
+
+
+@pytest.mark.parametrize("kind", registry.TABLE)
+def test_what_the_source_says_is_what_python_sees(kind: str) -> None:
+    for entry in registry.describe(kind):
+        target = registry.load(kind, entry.name)
+        assert entry.about == inspect.getdoc(target).split("\n")[0]  # type: ignore[union-attr]
+        function = target.__init__ if inspect.isclass(target) else target
+        parameters = [
+            p for p in inspect.signature(function).parameters.values()
+            if p.kind is not p.POSITIONAL_ONLY and p.name != "self"
+        ]  # fmt: skip
+        assert [o.name for o in entry.options] == [p.name for p in parameters]
+        assert [o.default is None for o in entry.options] == [p.default is p.empty for p in parameters]
+
+
+def example(leading: str, /, first: int, *, reducer: Reducer, mode: Literal["a", "b"] = "a") -> tuple[object, ...]:
+    return leading, first, reducer, mode
+
+
+def test_options_are_bound_checked_and_built() -> None:
+    leading, first, reducer, mode = registry.call(example, parse("example(3, reducer=mean, mode=b)"), "given")
+    assert (leading, first, mode) == ("given", 3, "b")
+    assert isinstance(reducer, Reducer)
+    assert isinstance(registry.call(example, parse("example(1, reducer='mean()')"), "")[2], Reducer)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("example(1)", "reducer is missing"),
+        ("example('x', reducer=mean)", "first='x' is not possible: should be a valid integer"),
+        ("example(1, reducer=mean, mode=c)", "mode='c' is not possible: should be 'a' or 'b'"),
+        ("example(1, reducer=meen)", "unknown reducer 'meen'; did you mean 'mean'?"),
+        ("example(1, reducer=4)", "4 is not a reducer; expected one of mean"),
+        ("example(1, reducer=mean(x=1))", "unknown option of mean 'x'"),
+        ("example(1, mode=f(x=1), reducer=mean)", "f(x=1) is not possible here"),
+        ("example(1, 2, 3, 4)", "4 values given, takes at most 3"),
+        ("example(1, first=2)", "first is given twice"),
+        ("example(1, redcer=mean)", "did you mean 'reducer'?"),
+        ("example(1, leading=2)", "unknown option of example 'leading'"),
+    ],
+)
+def test_mistakes_say_what_is_possible(text: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        registry.options(example, parse(text))
+    assert message in str(caught.value)
+
+
+def test_an_unknown_name_suggests_the_nearest() -> None:
+    with pytest.raises(UsageError, match="unknown strategy 'dataparallel'; did you mean 'data_parallel'"):
+        registry.build("strategies", "dataparallel")
+
+
+def test_every_module_of_the_table_is_ours() -> None:
+    for kind, name in EVERYTHING:
+        module, _ = registry.find(kind, name)
+        assert importlib.import_module(module).__name__.startswith("thinwire.")

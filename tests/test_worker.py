@@ -1,0 +1,172 @@
+"""One run as its ranks see it: records, evaluation, exact resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import thinwire as tw
+from tests.worlds import ProcessWorld
+from thinwire.comm.base import Comm
+from thinwire.config import RunConfig
+from thinwire.errors import RunError
+from thinwire.records import read_rows
+from thinwire.tasks.base import load_task
+from thinwire.worker import Run, evaluate
+
+SUMMARY_KEYS = {
+    "task", "strategy", "ranks", "nodes", "link", "seed", "epochs", "steps", "seconds", "train_seconds", "metric",
+    "value", "best", "wire_bytes_per_rank", "wire_bytes_by_link", "kernel_bytes_per_rank", "parameters",
+    "parameters_consolidated", "peak_memory_bytes", "versions",
+}  # fmt: skip
+
+
+def train(comm: Comm, settings: dict[str, Any]) -> dict[str, Any]:
+    comm.ledger.load_rows([])
+    return Run(RunConfig(**settings), comm, torch.device("cpu")).run()
+
+
+def alone(**settings: Any) -> dict[str, Any]:
+    with tw.join() as comm:
+        return train(comm, settings)
+
+
+def same_files(one: Path, other: Path) -> bool:
+    a, b = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def timeless(folder: Path, name: str) -> list[dict[str, Any]]:
+    """Rows without what depends on the clock."""
+    return [{k: v for k, v in row.items() if "second" not in k} for row in read_rows(folder / name)]
+
+
+def test_a_run_leaves_its_records(tmp_path: Path) -> None:
+    summary = alone(out=tmp_path / "run", epochs=3)
+    assert summary.keys() >= SUMMARY_KEYS
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert [row["epoch"] for row in rows] == [1, 2, 3]
+    assert rows[-1]["accuracy"] == summary["value"]
+    assert summary["best"] == max(row["accuracy"] for row in rows)
+    assert summary["steps"] == rows[-1]["step"] == 3 * 90
+    assert rows[-1]["train_loss"] < rows[0]["train_loss"]
+    ledger = read_rows(tmp_path / "run" / "ledger.jsonl")
+    assert {row["purpose"] for row in ledger} == {"train", "start", "eval", "checkpoint"}
+    assert sum(row["wire_bytes"] for row in ledger) == 0
+
+
+def test_the_model_file_needs_no_thinwire(tmp_path: Path) -> None:
+    summary = alone(out=tmp_path / "run", epochs=2)
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
+    )
+    model.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"))
+    inputs, labels = load_task("digits", None, 0).test.tensors
+    accuracy = (model(inputs).argmax(1) == labels).float().mean().item() * 100
+    assert accuracy == pytest.approx(summary["value"], abs=1e-4)
+
+
+def evaluation(comm: Comm) -> dict[str, float]:
+    task = load_task("digits", None, 0)
+    torch.manual_seed(0)
+    return evaluate(task.build_model(), task, comm, torch.device("cpu"), False, batch_size=7)
+
+
+def test_evaluation_covers_the_whole_test_set_on_any_number_of_ranks(process_world: ProcessWorld) -> None:
+    task = load_task("digits", None, 0)
+    torch.manual_seed(0)
+    model = task.build_model().eval()
+    inputs, labels = task.test.tensors
+    with torch.no_grad():
+        outputs = model(inputs)
+    for ranks in (1, 3, 4):
+        for result in process_world.run(evaluation, ranks):
+            assert result["accuracy"] == pytest.approx((outputs.argmax(1) == labels).double().mean().item() * 100)
+            assert result["loss"] == pytest.approx(nn.functional.cross_entropy(outputs, labels).item(), rel=1e-5)
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(tmp_path: Path) -> None:
+    task = "tests.user_task:noisy"
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        alone(task=task, out=tmp_path / name, epochs=1, seed=seed)
+    assert same_files(tmp_path / "a", tmp_path / "b")
+    assert timeless(tmp_path / "a", "metrics.jsonl") == timeless(tmp_path / "b", "metrics.jsonl")
+    assert not same_files(tmp_path / "a", tmp_path / "c")
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(("step", "every"), [(3, 2), (45, 0), (60, 7), (89, 44)])
+def test_resume_is_exact_alone(tmp_path: Path, step: int, every: int, optimizer: str) -> None:
+    """45 steps an epoch; with `every` 0 only the ends of epochs are kept."""
+    settings: dict[str, Any] = {"epochs": 2, "checkpoint_every": every, "optimizer": optimizer, "lr": 0.01}
+    alone(task="tests.user_task:noisy", out=tmp_path / "whole", **settings)
+    marker = tmp_path / "happened"
+    task = f"tests.user_task:noisy(fault='raise', step={step}, once={str(marker)!r})"
+    with pytest.raises(ZeroDivisionError):
+        alone(task=task, out=tmp_path / "cut", **settings)
+    summary = alone(task=task, out=tmp_path / "cut", resume=True, **settings)
+    assert same_files(tmp_path / "whole", tmp_path / "cut")
+    for file in ("metrics.jsonl", "ledger.jsonl"):
+        assert timeless(tmp_path / "whole", file) == timeless(tmp_path / "cut", file)
+    whole = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    assert whole["wire_bytes_per_rank"] == summary["wire_bytes_per_rank"]
+    assert whole["best"] == summary["best"]
+
+
+def resume_on(comm: Comm, settings: dict[str, Any], folder: str) -> None:
+    """A straight run of two epochs, and one of one epoch that is then extended."""
+    settings = {"task": "tests.user_task:noisy", "schedule": "constant", "checkpoint_every": 4, **settings}
+    train(comm, {**settings, "epochs": 2, "out": f"{folder}/whole"})
+    train(comm, {**settings, "epochs": 1, "out": f"{folder}/cut"})
+    train(comm, {**settings, "epochs": 2, "out": f"{folder}/cut", "resume": True})
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_resume_is_exact_with_ranks(process_world: ProcessWorld, tmp_path: Path, ranks: int) -> None:
+    process_world.run(resume_on, ranks, {}, str(tmp_path))
+    assert same_files(tmp_path / "whole", tmp_path / "cut")
+    for file in ("metrics.jsonl", "ledger.jsonl"):
+        assert timeless(tmp_path / "whole", file) == timeless(tmp_path / "cut", file)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_at_its_step(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="the loss is nan at step 33; try a lower --lr"):
+        alone(task="tests.user_task:noisy(fault='nan', step=33)", out=tmp_path / "run", checkpoint_every=10)
+    kept = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["step-00000020", "step-00000030"], "nothing that came after the fault is kept"
+
+
+def test_a_finished_run_is_not_written_over(tmp_path: Path) -> None:
+    alone(out=tmp_path / "run", epochs=1)
+    before = (tmp_path / "run" / "summary.json").read_bytes()
+    with pytest.raises(tw.UsageError, match="holds a run already"):
+        alone(out=tmp_path / "run", epochs=1)
+    assert (tmp_path / "run" / "summary.json").read_bytes() == before
+
+
+def test_fewer_samples_than_ranks_is_refused(process_world: ProcessWorld, tmp_path: Path) -> None:
+    messages = process_world.run(too_few, 3, str(tmp_path / "run"))
+    assert all("2 samples cannot be shared by 3 ranks" in message for message in messages)
+
+
+def too_few(comm: Comm, folder: str) -> str:
+    with pytest.raises(tw.UsageError) as caught:
+        train(comm, {"task": "synthetic(samples=2)", "out": folder})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("samples", [3, 7, 33, 65])
+def test_ragged_last_batches_neither_hang_nor_fail(process_world: ProcessWorld, tmp_path: Path, samples: int) -> None:
+    settings = {"task": f"synthetic(samples={samples}, width=8)", "model": "mlp(norm=True)", "epochs": 1}
+    settings["batch_size"] = 4
+    if samples == 3:  # one sample a rank is all there is
+        settings["model"] = "mlp"
+    results = process_world.run(train, 3, {**settings, "out": str(tmp_path / "run")})
+    assert results[0]["steps"] == max(1, samples // 12 + (samples % 12 // 3 >= 2))

@@ -1,0 +1,86 @@
+"""A task of a user's own, with everything random that training can have, and a fault on request."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Generator, Tensor, nn
+
+from thinwire.tasks.base import Task
+from thinwire.tasks.digits import digits
+
+
+def net() -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 10)
+    )
+
+
+def noisy(
+    data: Path | None,
+    seed: int,
+    /,
+    *,
+    fault: str = "none",  # raise, kill, nan or slow: what happens
+    rank: int = 0,  # where
+    step: int = -1,  # at which of this process's steps
+    once: str = "",  # a file that marks that it has happened
+) -> Task:
+    """Digits with random noise on the inputs and dropout in the model."""
+    base = digits(data, seed)
+    steps = 0
+
+    def transform(inputs: Tensor, generator: Generator | None) -> Tensor:
+        nonlocal steps
+        if generator is None:
+            return inputs
+        steps += 1
+        if fault == "slow":
+            time.sleep(0.05)
+        elif steps == step and int(os.environ.get("RANK", "0")) == rank and not (once and Path(once).exists()):
+            if once:
+                Path(once).touch()
+            _happen(fault)
+            if fault == "nan":
+                return inputs * float("nan")
+        return inputs + 0.1 * torch.randn(inputs.shape, generator=generator)
+
+    defaults = {"epochs": 2, "batch_size": 32, "lr": 0.05}
+    return Task(base.train, base.test, base.shape, base.classes, net, transform=transform, defaults=defaults)
+
+
+def _happen(fault: str) -> None:
+    if fault == "raise":
+        raise ZeroDivisionError("a fault of the user's own")
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "listeners":
+        print("LISTENING", *sorted(_listeners()), file=sys.stderr, flush=True)
+
+
+def _listeners() -> set[str]:
+    """Addresses that processes of this run listen on, as the kernel writes them."""
+    inodes = set()
+    for pid in (os.getpid(), *_ancestors(os.getppid())):
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            target = os.readlink(fd) if fd.is_symlink() else ""
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    addresses = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                addresses.add(fields[1].split(":")[0])
+    return addresses
+
+
+def _ancestors(pid: int) -> list[int]:
+    """The fork server and the launcher."""
+    parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return [pid, parent]
