@@ -17,8 +17,9 @@ HOW = Group("How", sort_key=2)
 WHERE = Group("Where, and what to keep", sort_key=3)
 
 
-def option(group: Group, help: str, name: str | None = None) -> Parameter:
-    return Parameter(name=name, group=group, help=help)
+def option(group: Group, help: str) -> Parameter:
+    """How a setting is shown on the command line."""
+    return Parameter(group=group, help=help)
 
 
 class RunConfig(BaseModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import pickle
 from pathlib import Path
 from typing import Any
@@ -87,4 +88,6 @@ class _ArraysOnly(pickle.Unpickler):
             return np.ndarray.__reduce__(np.empty(0))[0]
         if module == "numpy" and name in ("ndarray", "dtype"):
             return getattr(np, name)
+        if module == "_codecs" and name == "encode":  # how Python 3 writes bytes in the old protocol
+            return codecs.encode
         raise pickle.UnpicklingError(f"{module}.{name} is not allowed")

@@ -1,0 +1,186 @@
+"""Tasks: official file formats, read from files made here."""
+
+from __future__ import annotations
+
+import gzip
+import pickle
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+
+from thinwire.errors import UsageError
+from thinwire.tasks.base import Task, crop_and_flip, load_task
+
+GENERATOR = np.random.default_rng(0)
+
+
+def test_digits_are_the_real_ones() -> None:
+    task = load_task("digits", None, 0)
+    assert (len(task.train), len(task.test)) == (1437, 360)
+    pixels, labels = (torch.cat(t) for t in zip(task.train.tensors, task.test.tensors, strict=True))
+    original = load_digits()
+    ours = sorted(zip(pixels.add(0.5).mul(16).flatten(1).int().tolist(), labels.tolist(), strict=True))
+    theirs = sorted(zip(original.data.astype(int).tolist(), original.target.tolist(), strict=True))
+    assert ours == theirs
+
+
+def test_the_split_is_the_same_for_every_seed() -> None:
+    one, other = load_task("digits", None, 0), load_task("digits", None, 5)
+    assert torch.equal(one.test.tensors[0], other.test.tensors[0])
+
+
+def test_synthetic_follows_its_seed_and_options() -> None:
+    task = load_task("synthetic(features=12, classes=4, samples=100, width=16)", None, 1)
+    assert task.train.tensors[0].shape == (100, 12)
+    assert set(task.train.tensors[1].tolist()) == {0, 1, 2, 3}
+    assert not torch.equal(
+        task.train.tensors[0], load_task("synthetic(features=12, classes=4, samples=100)", None, 2).train.tensors[0]
+    )
+    assert task.build_model()(task.train.tensors[0]).shape == (100, 4)
+
+
+def write_mnist(folder: Path, zipped: bool) -> dict[str, np.ndarray]:
+    arrays = {
+        "train-images-idx3-ubyte": GENERATOR.integers(0, 256, (20, 28, 28), np.uint8),
+        "train-labels-idx1-ubyte": GENERATOR.integers(0, 10, 20).astype(np.uint8),
+        "t10k-images-idx3-ubyte": GENERATOR.integers(0, 256, (5, 28, 28), np.uint8),
+        "t10k-labels-idx1-ubyte": GENERATOR.integers(0, 10, 5).astype(np.uint8),
+    }
+    for name, array in arrays.items():
+        raw = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.tobytes()
+        (folder / (name + ".gz" * zipped)).write_bytes(gzip.compress(raw) if zipped else raw)
+    return arrays
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_mnist_reads_idx_files(tmp_path: Path, zipped: bool) -> None:
+    (tmp_path / "mnist").mkdir()
+    arrays = write_mnist(tmp_path / "mnist", zipped)
+    task = load_task("mnist", tmp_path, 0)
+    assert np.array_equal(task.train.tensors[0].numpy(), arrays["train-images-idx3-ubyte"])
+    assert task.test.tensors[1].tolist() == arrays["t10k-labels-idx1-ubyte"].tolist()
+    inputs = task.transform(task.train.tensors[0], None)
+    assert inputs.shape == (20, 1, 28, 28)
+    assert task.build_model()(inputs).shape == (20, 10)
+
+
+def test_a_damaged_mnist_file_is_named(tmp_path: Path) -> None:
+    write_mnist(tmp_path, zipped=False)
+    file = tmp_path / "t10k-images-idx3-ubyte"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(UsageError, match="t10k-images-idx3-ubyte is damaged"):
+        load_task("mnist", tmp_path, 0)
+
+
+CIFAR_FILES = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
+
+
+@pytest.fixture(scope="module")
+def cifar() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    return {
+        name: (GENERATOR.integers(0, 256, (10000, 3072), np.uint8), GENERATOR.integers(0, 10, 10000).astype(np.uint8))
+        for name in CIFAR_FILES
+    }
+
+
+def test_cifar10_reads_binary_and_python_files_alike(
+    tmp_path: Path, cifar: dict[str, tuple[np.ndarray, np.ndarray]]
+) -> None:
+    binary, python = tmp_path / "cifar-10-batches-bin", tmp_path / "py" / "cifar-10-batches-py"
+    binary.mkdir()
+    python.mkdir(parents=True)
+    for name, (pixels, labels) in cifar.items():
+        (binary / f"{name}.bin").write_bytes(np.concatenate([labels[:, None], pixels], 1).tobytes())
+        batch = {b"data": pixels, b"labels": labels.tolist(), b"batch_label": b"x", b"filenames": [b"a.png"]}
+        (python / name).write_bytes(pickle.dumps(batch, protocol=2))
+    one, other = load_task("cifar10", tmp_path, 0), load_task("cifar10", tmp_path / "py", 0)
+    assert one.train.tensors[0].shape == (50000, 3, 32, 32)
+    for a, b in zip((*one.train.tensors, *one.test.tensors), (*other.train.tensors, *other.test.tensors), strict=True):
+        assert torch.equal(a, b)
+    assert one.train.tensors[0][10001].flatten().tolist() == cifar["data_batch_2"][0][1].tolist()
+    assert one.test.tensors[1].tolist() == cifar["test_batch"][1].tolist()
+
+
+class Evil:
+    def __reduce__(self) -> object:
+        return (exec, ("raise SystemExit('code of a data file was run')",))
+
+
+def test_a_python_batch_cannot_run_code(tmp_path: Path) -> None:
+    (tmp_path / "data_batch_1").write_bytes(pickle.dumps({b"data": Evil()}))
+    with pytest.raises(UsageError, match="exec is not allowed"):
+        load_task("cifar10", tmp_path, 0)
+
+
+def test_cifar10_normalises_and_augments_only_in_training(
+    cifar: dict[str, tuple[np.ndarray, np.ndarray]], tmp_path: Path
+) -> None:
+    for name, (pixels, labels) in cifar.items():
+        (tmp_path / f"{name}.bin").write_bytes(np.concatenate([labels[:, None], pixels], 1).tobytes())
+    images = load_task("cifar10", tmp_path, 0).test.tensors[0][:500]
+    for spec, moved in (("cifar10", True), ("cifar10(augment=False)", False)):
+        transform = load_task(spec, tmp_path, 0).transform
+        plain = transform(images, None)
+        again = transform(images, None)
+        trained = transform(images, torch.Generator().manual_seed(0))
+        assert torch.equal(plain, again)
+        assert torch.equal(plain, trained) != moved
+
+
+def test_crops_and_flips_are_shifts_and_mirrors() -> None:
+    image = torch.arange(1.0, 65).reshape(1, 1, 8, 8)
+    batch = image.expand(400, 1, 8, 8)
+    padded = torch.nn.functional.pad(image, (2, 2, 2, 2))[0, 0]
+    windows = [padded[r : r + 8, c : c + 8] for r in range(5) for c in range(5)]
+    possible = {tuple(w.flatten().tolist()) for w in windows} | {tuple(w.flip(1).flatten().tolist()) for w in windows}
+    seen = {tuple(out.flatten().tolist()) for out in crop_and_flip(batch, torch.Generator().manual_seed(0), pad=2)}
+    assert seen == possible, "every shift and mirror image occurs, and nothing else"
+
+
+def test_shakespeare_predicts_the_next_character(tmp_path: Path) -> None:
+    text = "".join(chr(97 + i % 7) for i in range(2000))
+    (tmp_path / "input.txt").write_text(text)
+    task = load_task("shakespeare(context=16)", tmp_path, 0)
+    inputs, targets = task.train.tensors
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert task.classes == 7
+    assert task.metric == "loss"
+    assert len(task.test) < len(task.train) / 5
+    logits = task.build_model("gpt(width=16, depth=1, heads=2)")(inputs)
+    assert task.loss(logits, targets).shape == ()
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar10", "shakespeare"])
+def test_missing_data_says_what_to_give(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="as --data DIR"):
+        load_task(name, None, 0)
+    with pytest.raises(UsageError, match="is not a folder"):
+        load_task(name, tmp_path / "none", 0)
+    with pytest.raises(UsageError, match=f"{name}: none of .* is in"):
+        load_task(name, tmp_path, 0)
+
+
+def test_too_little_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "shakespeare.txt").write_text("to be or not to be")
+    with pytest.raises(UsageError, match="18 characters, too few for context=128"):
+        load_task("shakespeare", tmp_path, 0)
+
+
+def not_a_task(data: Path | None, seed: int, /) -> int:
+    return 3
+
+
+def test_users_own_tasks() -> None:
+    assert isinstance(load_task("tests.user_task:noisy(step=4)", None, 0), Task)
+    for text, message in [
+        ("tests.tasks.test_tasks:not_a_task", "returned int; expected a thinwire.Task"),
+        ("tests.nowhere:f", "cannot load task 'tests.nowhere:f'"),
+        ("tests.user_task:nothing", "cannot load task"),
+        ("tests.user_task:noisy(colour=1)", "unknown option of noisy 'colour'"),
+    ]:
+        with pytest.raises(UsageError, match=message):
+            load_task(text, None, 0)
