@@ -1,14 +1,15 @@
 """Step time of data_parallel against plain DDP and against no exchange at all, in one run, as ratios.
 
-    torchrun --nproc-per-node 4 benchmarks/data_parallel.py [--model resnet18] [--batch-size 64] [--steps 30]
+    torchrun --nproc-per-node 4 benchmarks/data_parallel.py [SPEC …] [--model resnet18] [--batch-size 64] [--steps 30]
 
-Rounds alternate between the three, so that a machine that slows down slows all of them.
+Rounds alternate between them all, so that a machine that slows down slows each of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ ROUNDS = 5
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("specs", nargs="*", default=["data_parallel"])
     parser.add_argument("--model", default="vgg16")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--steps", type=int, default=5)
@@ -39,12 +41,13 @@ def main() -> None:
             torch.randn(options.batch_size, 3, 32, 32, device=device),
             torch.randint(0, 10, (options.batch_size,), device=device),
         )
-        ours = tw.prepare("data_parallel", model=copy.deepcopy(model), optimizer=sgd, loss=loss, comm=comm)
         steps: dict[str, Callable[[], Tensor]] = {
             "no exchange": plain_step(copy.deepcopy(model), batch),
             "plain DDP": plain_step(DistributedDataParallel(copy.deepcopy(model)), batch),
-            "data_parallel": lambda: ours.step(batch),
         }
+        for spec in options.specs:
+            ours = tw.prepare(spec, model=copy.deepcopy(model), optimizer=sgd, loss=loss, comm=comm)
+            steps[spec] = functools.partial(ours.step, batch)
         times: dict[str, list[float]] = {name: [] for name in steps}
         for step in steps.values():
             seconds(step, 3, comm)
@@ -93,7 +96,7 @@ def report(options: argparse.Namespace, ranks: int, device: torch.device, times:
     for name, values in times.items():
         middle, low, high = statistics.median(values), min(values), max(values)
         spread = f"{1e3 * low:.1f} – {1e3 * high:.1f}"
-        print(f"{name:>14}  {1e3 * middle:8.1f} ms a step ({spread})  {middle / base:5.2f} × plain DDP")
+        print(f"{name:>30}  {1e3 * middle:8.1f} ms a step ({spread})  {middle / base:5.2f} × plain DDP")
 
 
 if __name__ == "__main__":

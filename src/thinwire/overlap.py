@@ -194,8 +194,7 @@ class Overlapped:
     def _reduce(self, parcel: int, gradients: Named) -> None:
         reduced = self.reducer.reduce(gradients, self.states[parcel], self.comm)
         self.states[parcel] = reduced.state
-        for name, gradient in gradients.items():
-            gradient.copy_(reduced.mean[name])
+        torch._foreach_copy_(list(gradients.values()), [reduced.mean[name] for name in gradients])  # one kernel
         self._reduced |= gradients.keys()
 
     def _release(self) -> None:

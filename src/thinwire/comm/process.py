@@ -132,7 +132,7 @@ class _Work:
     def wait(self) -> Tensor:
         if self.work is not None:
             _guarded(self.work.wait)
-        return self.tensor.to(self.device)
+        return self.tensor.to(self.device, non_blocking=True)  # pinned, and kept until the copy is done
 
     def done(self) -> bool:
         return self.work is None or bool(self.work.is_completed())
