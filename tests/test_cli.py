@@ -41,7 +41,7 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *a
         (["train", "--resume"], "--resume needs --out"),
         (["train", "--resume", "--out", "nowhere"], "nowhere holds no run"),
         (["train", "nothing.toml"], "cannot read nothing.toml"),
-        (["trian"], "trian"),
+        (["teach"], "teach"),
         (["list", "colours"], "colours"),
     ],
 )

@@ -1,0 +1,89 @@
+"""What the documentation says is what happens: examples run, commands work, links lead somewhere."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import json
+import os
+import pkgutil
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import thinwire
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+MODULES = [m.name for m in pkgutil.walk_packages(thinwire.__path__, "thinwire.") if not m.name.endswith("__main__")]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(name))
+    assert result.failed == 0
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.name)
+def test_python_blocks_run_in_order(page: Path) -> None:
+    names: dict[str, object] = {}
+    for block in blocks(page, "python"):
+        exec(compile(block, str(page), "exec"), names)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "sh")], ids=lambda p: p.name)
+def test_commands_work_in_order(page: Path, tmp_path: Path) -> None:
+    if page.name == "running.md":  # it goes on with the run that the README began
+        (tmp_path / "runs").mkdir()
+        call("thinwire train --ranks 2 --epochs 1 --out runs/first", tmp_path)
+    for block in blocks(page, "sh"):
+        for line in block.splitlines():
+            command = line.partition("#")[0].strip()
+            if command.startswith("make"):
+                assert re.search(rf"^{command.split()[1]}:", (ROOT / "Makefile").read_text(), re.M)
+            elif command:
+                call(command, tmp_path)
+
+
+def call(command: str, folder: Path) -> str:
+    words = shlex.split(command)
+    assert words[0] == "thinwire", command
+    done = subprocess.run(
+        [sys.executable, "-m", *words], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{command}\n{done.stderr}"
+    return done.stdout
+
+
+def test_the_demo_reaches_95_percent(tmp_path: Path) -> None:
+    lines = subprocess.run(
+        ["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    command = next(line for line in lines if "thinwire" in line and "train" in line)
+    call(command.removeprefix(".venv/bin/") + " --out run", tmp_path)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["task"], summary["ranks"]) == ("digits", 4)
+    assert summary["value"] >= 95
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_public_names_are_there_and_documented() -> None:
+    for name in thinwire.__all__:
+        assert getattr(thinwire, name).__doc__, name
+    assert set(thinwire.__all__) <= set(dir(thinwire))
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        thinwire.nothing  # noqa: B018
