@@ -19,6 +19,7 @@ LAYERS = [
     {"reducers"},
     {"overlap", "checkpoint"},
     {"strategies", "tasks"},
+    {"evaluation", "summary"},
     {"worker", "rendezvous"},
     {"launch"},
     {"cli"},

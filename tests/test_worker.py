@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from tests.worlds import ProcessWorld
 from thinwire.comm.base import Comm
 from thinwire.config import RunConfig
 from thinwire.errors import RunError
+from thinwire.evaluation import evaluate
 from thinwire.records import read_rows
 from thinwire.tasks.base import load_task
-from thinwire.worker import Run, evaluate
+from thinwire.worker import Run, with_defaults
 
 SUMMARY_KEYS = {
     "task", "strategy", "ranks", "nodes", "link", "seed", "epochs", "steps", "seconds", "train_seconds", "metric",
@@ -76,7 +78,7 @@ def test_the_model_file_needs_no_thinwire(tmp_path: Path) -> None:
 def evaluation(comm: Comm) -> dict[str, float]:
     task = load_task("digits", None, 0)
     torch.manual_seed(0)
-    return evaluate(task.build_model(), task, comm, torch.device("cpu"), False, batch_size=7)
+    return evaluate(task.build_model(), task, comm, torch.device("cpu"), batch_size=7)
 
 
 def test_evaluation_covers_the_whole_test_set_on_any_number_of_ranks(process_world: ProcessWorld) -> None:
@@ -90,6 +92,27 @@ def test_evaluation_covers_the_whole_test_set_on_any_number_of_ranks(process_wor
         for result in process_world.run(evaluation, ranks):
             assert result["accuracy"] == pytest.approx((outputs.argmax(1) == labels).double().mean().item() * 100)
             assert result["loss"] == pytest.approx(nn.functional.cross_entropy(outputs, labels).item(), rel=1e-5)
+
+
+def tiny(comm: Comm) -> dict[str, float]:
+    """Three test samples of a dataset that is not a TensorDataset, on four ranks."""
+    task = load_task("digits", None, 0)
+    task = dataclasses.replace(task, test=torch.utils.data.Subset(task.test, [0, 1, 2]))
+    torch.manual_seed(0)
+    return evaluate(task.build_model(), task, comm, torch.device("cpu"), batch_size=2)
+
+
+def test_a_rank_without_test_samples_does_no_harm(process_world: ProcessWorld) -> None:
+    results = process_world.run(tiny, 4) + process_world.run(tiny, 1)
+    assert all(result["accuracy"] == results[0]["accuracy"] for result in results)
+    assert all(result["loss"] == pytest.approx(results[0]["loss"]) for result in results)
+
+
+def test_wrong_defaults_of_a_task_are_named(tmp_path: Path) -> None:
+    for defaults, message in (({"epoch": 3}, "did you mean 'epochs'"), ({"lr": -1}, "lr=-1 is not possible")):
+        task = dataclasses.replace(load_task("digits", None, 0), defaults=defaults)
+        with tw.join() as comm, pytest.raises(tw.UsageError, match=message):
+            with_defaults(RunConfig(), task, comm)
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(tmp_path: Path) -> None:

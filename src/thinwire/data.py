@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,11 +60,7 @@ class Loader:
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """The batches of an epoch, from batch `start` on."""
-        indices = self.indices(epoch)[start:]
-        if isinstance(self.dataset, TensorDataset):
-            return (self.dataset[i] for i in indices)
-        order = [i.tolist() for i in indices]
-        return iter(DataLoader(self.dataset, batch_sampler=order, num_workers=self.num_workers))
+        return fetch(self.dataset, self.indices(epoch)[start:], self.num_workers)
 
     def indices(self, epoch: int) -> list[Tensor]:
         """The sample numbers of each batch of an epoch."""
@@ -92,6 +88,14 @@ def loader(dataset: Dataset[Any], shard: Shard, batch_size: int, *, seed: int = 
     [2, 2]
     """
     return Loader(dataset, shard, batch_size, seed=seed, num_workers=num_workers)
+
+
+def fetch(dataset: Dataset[Any], batches: Sequence[Tensor], num_workers: int = 0) -> Iterator[Any]:
+    """The samples with the given numbers, batch by batch; from a TensorDataset, whole batches at a time."""
+    if isinstance(dataset, TensorDataset):
+        return (dataset[numbers] for numbers in batches)
+    order = [numbers.tolist() for numbers in batches]
+    return iter(DataLoader(dataset, batch_sampler=order, num_workers=num_workers))
 
 
 def mix(*numbers: int) -> int:

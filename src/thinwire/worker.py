@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import platform
-import resource
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,18 +13,19 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-import thinwire
 from thinwire import checkpoint, registry
 from thinwire.checkpoint import Checkpoints
 from thinwire.comm.base import Comm, gather_json
 from thinwire.comm.process import join, pick_device
 from thinwire.comm.world import World, find_world
-from thinwire.config import MAY_CHANGE, RunConfig
+from thinwire.config import MAY_CHANGE, RunConfig, make_config
 from thinwire.data import Loader, mix
-from thinwire.errors import RunError, ThinwireError, UsageError
+from thinwire.errors import RunError, ThinwireError, UsageError, unknown
+from thinwire.evaluation import evaluate
 from thinwire.progress import Progress, Shown, Silent, result_table
 from thinwire.records import RunFolder
 from thinwire.strategies.base import Recipe, Strategy
+from thinwire.summary import count, peak_memory, summarise
 from thinwire.tasks.base import Task, load_task
 
 T = TypeVar("T")
@@ -44,16 +43,17 @@ def run_rank(config: RunConfig) -> dict[str, Any]:
         return Run(config, comm, device).run()
 
 
-@dataclass
+@dataclass(frozen=True)
 class Position:
-    """Where a run is: enough, with the states of strategy and random generators, to go on exactly."""
+    """Where a run is: with the states of strategy and random generators, enough to go on exactly."""
 
     epoch: int = 0
     batch: int = 0  # the next one of this epoch
     step: int = 0
     loss_sum: float = 0.0  # over this epoch's batches, on this rank
+    value: float | None = None  # the metric after the last whole epoch
     best: float | None = None
-    seconds: float = 0.0  # spent before this process began
+    seconds: float = 0.0
     train_seconds: float = 0.0
 
 
@@ -61,48 +61,53 @@ class Run:
     """A run as one rank sees it."""
 
     def __init__(self, config: RunConfig, comm: Comm, device: torch.device) -> None:
-        self.begin = time.monotonic()
+        self.clock = time.monotonic()
         self.comm = comm
         self.device = device
         self.task = load_task(config.task, config.data, config.seed)
         self.config = with_defaults(config, self.task, comm)
-        self.folder = _agree(comm, lambda: str(open_folder(config, self.config).path))
+        self.folder = RunFolder(Path(_agree(comm, lambda: str(open_folder(config, self.config).path))))
+        if not self.folder.config.exists():  # this host has a disk of its own
+            self.folder.save_config(self.config)
         torch.manual_seed(config.seed)
         model = self.task.build_model(config.model).to(device)
         self.num_parameters = count(model)
         self.strategy = self._strategy(model)
-        self.loader = Loader(self.task.train, self.strategy.shard, self._get("batch_size"), seed=config.seed)
+        self.batch_size = self._get("batch_size")
+        self.loader = Loader(self.task.train, self.strategy.shard, self.batch_size, seed=config.seed)
         self.num_steps = self._get("epochs") * len(self.loader)
         torch.manual_seed(mix(config.seed, comm.rank))  # dropout differs between ranks
+        self.checkpoints = Checkpoints(
+            self.folder.checkpoints,
+            comm,
+            self.config.model_dump(mode="json", exclude=MAY_CHANGE),
+            config.keep,
+            self._warn,
+        )
         self.at = Position()
         self.losses: list[Tensor] = []  # not yet looked at
+        self.progress: Progress = Silent()
 
     def run(self) -> dict[str, Any]:
         """Train to the end, from the last checkpoint if there is one to resume."""
-        folder = RunFolder(Path(self.folder))
-        self.progress: Progress = Silent()
         try:
-            self.checkpoints = Checkpoints(
-                folder.checkpoints, self.comm, self._identity(), self.config.keep, self._warn
-            )
             if self.config.resume:
-                self._resume(folder)
+                self._resume()
             if self.comm.rank == 0:
                 self.progress = Shown(self.task.metric, self.num_steps, self.at.step, self._get("epochs"))
             while self.at.epoch < self._get("epochs"):
-                self._epoch(folder)
+                self._epoch()
         finally:
             self.progress.close()
-        return self._finish(folder)
+        return self._finish()
 
     # ---- training
 
     def _strategy(self, model: nn.Module) -> Strategy:
-        optimizer = registry.build("optimizers", self._get("optimizer"), self._get("lr"))
         factor = registry.build("schedules", self._get("schedule"))
         recipe = Recipe(
             loss=self.task.loss,
-            optimizer=optimizer,
+            optimizer=registry.build("optimizers", self._get("optimizer"), self._get("lr")),
             schedule=lambda step: factor((step + 0.5) / len(self.loader), self._get("epochs")),
             clip_norm=self.config.clip_norm,
             accumulate=self.config.accumulate,
@@ -111,51 +116,43 @@ class Run:
         strategy: Strategy = registry.build("strategies", self.config.strategy, model, recipe, self.comm)
         return strategy
 
-    def _epoch(self, folder: RunFolder) -> None:
+    def _epoch(self) -> None:
         begin = time.monotonic()
-        first = self.at.batch
-        for inputs, targets in self.loader.batches(self.at.epoch, start=first):
+        train_seconds = self.at.train_seconds
+        num_samples = 0
+        for inputs, targets in self.loader.batches(self.at.epoch, start=self.at.batch):
             self.losses.append(self.strategy.step((self._transformed(inputs), targets)))
-            self.at.batch += 1
-            self.at.step += 1
-            if len(self.losses) >= CHECK_EVERY_STEPS or self.progress.due():
-                self._look(begin, first)
+            num_samples += len(inputs) * self.strategy.shard.count
+            spent = time.monotonic() - begin
+            self._advance(batch=self.at.batch + 1, step=self.at.step + 1, train_seconds=train_seconds + spent)
             every = self.config.checkpoint_every
-            if every and self.at.step % every == 0:
-                self._look(begin, first)
-                self.checkpoints.save(self.at.step, lambda: self._state(begin))
-        self._look(begin, first)
-        self.at.train_seconds += time.monotonic() - begin
-        row = self._record(folder, time.monotonic() - begin, self.at.batch - first)
-        self.at = Position(
-            self.at.epoch + 1,
-            0,
-            self.at.step,
-            0.0,
-            self._better(row[self.task.metric]),
-            self.at.seconds,
-            self.at.train_seconds,
-        )
-        self.checkpoints.save(self.at.step, lambda: self._state(time.monotonic()))
+            save = every > 0 and self.at.step % every == 0
+            if save or len(self.losses) >= CHECK_EVERY_STEPS or self.progress.due():
+                self._look(num_samples / spent)
+            if save:
+                self.checkpoints.save(self.at.step, self._state)
+        self._look(num_samples / (time.monotonic() - begin))
+        row = self._test_and_record(num_samples / (time.monotonic() - begin))
+        value = row[self.task.metric]
+        self._advance(epoch=self.at.epoch + 1, batch=0, loss_sum=0.0, value=value, best=self._better(value))
+        self.checkpoints.save(self.at.step, self._state)
         self.progress.epoch(row)
 
-    def _look(self, begin: float, first: int) -> None:
+    def _look(self, samples_per_second: float) -> None:
         """Add up the losses since the last look, stop on one that is not finite, show progress."""
         if not self.losses:
             return
         losses = torch.stack(self.losses).double().cpu()
         self.losses.clear()
         if not losses.isfinite().all():
-            step = self.at.step - len(losses) + int((~losses.isfinite()).nonzero()[0]) + 1
+            first = int((~losses.isfinite()).nonzero()[0])
             raise RunError(
-                f"the loss is {losses[step - self.at.step - 1].item()} at step {step}; "
+                f"the loss is {losses[first].item()} at step {self.at.step - len(losses) + first + 1}; "
                 "try a lower --lr, a warm-up (--schedule 'cosine(warmup_epochs=1)') or --clip-norm 1"
             )
-        self.at.loss_sum += losses.sum().item()
+        self._advance(loss_sum=self.at.loss_sum + losses.sum().item())
         if self.progress.due():
-            samples = (self.at.batch - first) * self._get("batch_size") * self.comm.size
-            speed = samples / (time.monotonic() - begin)
-            self.progress.step(self.at.step, losses[-1].item(), speed, self.comm.ledger.wire_bytes)
+            self.progress.step(self.at.step, losses[-1].item(), samples_per_second, self.comm.ledger.wire_bytes)
 
     def _transformed(self, inputs: Tensor) -> Tensor:
         """Inputs as the model sees them, with augmentation that depends on (seed, epoch, batch, shard) alone."""
@@ -163,16 +160,16 @@ class Run:
         generator = torch.Generator(self.device).manual_seed(seed)
         return self.task.transform(inputs.to(self.device, non_blocking=True), generator)
 
-    # ---- evaluation and records
+    # ---- results
 
-    def _record(self, folder: RunFolder, seconds: float, num_batches: int) -> dict[str, Any]:
+    def _test_and_record(self, samples_per_second: float) -> dict[str, Any]:
         model = self.strategy.consolidate()
         with self.comm.ledger.purpose("eval"):
-            train_loss = self.comm.mean(torch.tensor(self.at.loss_sum / max(self.at.batch, 1), dtype=torch.float64))
-            tested = evaluate(model, self.task, self.comm, self.device, self.config.autocast, self._get("batch_size"))
-        rows = self.comm.ledger.rows()
-        with self.comm.ledger.purpose("eval"):
-            ledgers = gather_json(self.comm, rows)
+            train_loss = self.comm.mean(torch.tensor(self.at.loss_sum / self.at.batch, dtype=torch.float64))
+            tested = evaluate(
+                model, self.task, self.comm, self.device, batch_size=4 * self.batch_size, autocast=self.config.autocast
+            )
+            ledgers = gather_json(self.comm, self.comm.ledger.rows())
         where = {"step": self.at.step, "epoch": self.at.epoch + 1}
         row = {
             **where,
@@ -180,132 +177,93 @@ class Run:
             "train_seconds": self.at.train_seconds,
             "train_loss": train_loss.item(),
             **tested,
-            "samples_per_second": num_batches * self._get("batch_size") * self.comm.size / seconds,
-            "wire_bytes": sum(r["wire_bytes"] for r in rows),
+            "samples_per_second": samples_per_second,
+            "wire_bytes": sum(line["wire_bytes"] for line in ledgers[self.comm.rank]),
         }
         if self.comm.rank == 0:
-            folder.append(folder.metrics, [row])
+            self.folder.append(self.folder.metrics, [row])
             lines = [{**where, "rank": rank, **line} for rank, ledger in enumerate(ledgers) for line in ledger]
-            folder.append(folder.ledger, lines)
+            self.folder.append(self.folder.ledger, lines)
         return row
 
-    def _finish(self, folder: RunFolder) -> dict[str, Any]:
+    def _finish(self) -> dict[str, Any]:
         model = self.strategy.consolidate()
+        assert self.at.value is not None
+        assert self.at.best is not None
         with self.comm.ledger.purpose("eval"):
-            tested = evaluate(model, self.task, self.comm, self.device, self.config.autocast, self._get("batch_size"))
-            rows = self.comm.ledger.rows()
-            everyones = gather_json(self.comm, {"rows": rows, "peak": _peak_memory(self.device)})
-        by_link: dict[str, int] = {}
-        for row in (row for rank in everyones for row in rank["rows"]):
-            by_link[row["link"]] = by_link.get(row["link"], 0) + row["wire_bytes"]
-        summary = {
-            "task": self.config.task,
-            "strategy": self.config.strategy,
-            "model": self.config.model or (self.task.model if isinstance(self.task.model, str) else self.config.task),
-            "ranks": self.comm.size,
-            "nodes": 1,
-            "link": None,
-            "seed": self.config.seed,
-            "epochs": self._get("epochs"),
-            "steps": self.at.step,
-            "seconds": self._seconds(),
-            "train_seconds": self.at.train_seconds,
-            "metric": self.task.metric,
-            "value": tested[self.task.metric],
-            "best": self._better(tested[self.task.metric]),
-            "wire_bytes_per_rank": round(sum(by_link.values()) / self.comm.size),
-            "wire_bytes_by_link": by_link,
-            "kernel_bytes_per_rank": None,
-            "parameters": self.num_parameters,
-            "parameters_consolidated": count(model),
-            "peak_memory_bytes": max(rank["peak"] for rank in everyones),
-            "versions": versions(self.device),
-        }
+            ledgers = gather_json(self.comm, self.comm.ledger.rows())
+            peaks = gather_json(self.comm, peak_memory(self.device))
+        summary = summarise(
+            self.config, self.task, steps=self.at.step, seconds=self._seconds(), train_seconds=self.at.train_seconds,
+            value=self.at.value, best=self.at.best, parameters=self.num_parameters, consolidated=model,
+            ledgers=ledgers, peaks=peaks, device=self.device,
+        )  # fmt: skip
         if self.comm.rank == 0:
-            checkpoint.save_model(model, folder.model)
-            folder.save_summary(summary)
+            checkpoint.save_model(model, self.folder.model)
+            self.folder.save_summary(summary)
             console = Console()
-            console.print(result_table(summary, rows))
-            console.print(f"results in {folder.path}", highlight=False, soft_wrap=True)
+            console.print(result_table(summary, ledgers[0]))
+            console.print(f"results in {self.folder.path}", highlight=False, soft_wrap=True)
         with self.comm.ledger.purpose("checkpoint"):
             self.comm.barrier()  # nobody leaves before the results are written
         return summary
 
-    # ---- checkpoints
+    # ---- where we are
 
-    def _state(self, epoch_begin: float) -> dict[str, Any]:
-        at = asdict(self.at)
-        at["seconds"] = self._seconds()
-        at["train_seconds"] += time.monotonic() - epoch_begin
+    def _state(self) -> dict[str, Any]:
         return {
             "strategy": self.strategy.state_dict(),
             "random": checkpoint.random_state(),
-            "position": at,
+            "position": asdict(replace(self.at, seconds=self._seconds())),
             "ledger": self.comm.ledger.rows(),
         }
 
-    def _resume(self, folder: RunFolder) -> None:
+    def _resume(self) -> None:
         booked = self.comm.ledger.rows()
         found = self.checkpoints.load_latest()
-        self.comm.ledger.load_rows(found[1]["ledger"] if found else booked)  # as if never stopped
-        if found is None:
-            self._warn(f"{folder.path} has no checkpoint that can be used; starting from the beginning")
         step, state = found or (0, None)
+        self.comm.ledger.load_rows(state["ledger"] if state else booked)  # as if never stopped
         if self.comm.rank == 0:
-            folder.forget_after(step)
+            self.folder.forget_after(step)
         if state is None:
+            self._warn(f"{self.folder.path} has no checkpoint that can be used; starting from the beginning")
             return
         self.strategy.load_state_dict(state["strategy"])
         checkpoint.set_random_state(state["random"])
         self.at = Position(**state["position"])
-        self._warn(f"resuming at step {step} of {self.num_steps}")
+        self._say(f"resuming at step {step} of {self.num_steps}")
 
-    def _identity(self) -> dict[str, Any]:
-        return self.config.model_dump(mode="json", exclude=MAY_CHANGE)
+    def _advance(self, **changes: Any) -> None:
+        self.at = replace(self.at, **changes)
 
-    # ---- small things
+    def _seconds(self) -> float:
+        return self.at.seconds + time.monotonic() - self.clock
+
+    def _better(self, value: float) -> float:
+        pick = max if self.task.metric == "accuracy" else min
+        return value if self.at.best is None else pick(self.at.best, value)
 
     def _get(self, name: str) -> Any:
         value = getattr(self.config, name)
         assert value is not None, name
         return value
 
-    def _seconds(self) -> float:
-        return self.at.seconds + time.monotonic() - self.begin
-
-    def _better(self, value: float) -> float:
-        pick = max if self.task.metric == "accuracy" else min
-        return value if self.at.best is None else pick(self.at.best, value)
-
     def _warn(self, text: str) -> None:
-        if self.comm.rank == 0 or "damaged" in text:
-            print(f"rank {self.comm.rank}: {text}", file=sys.stderr, flush=True)
+        print(f"rank {self.comm.rank}: {text}", file=sys.stderr, flush=True)
 
-
-@torch.no_grad()
-def evaluate(
-    model: nn.Module, task: Task, comm: Comm, device: torch.device, autocast: bool, batch_size: int
-) -> dict[str, float]:
-    """Loss and accuracy over the whole test set, each rank taking a part of it."""
-    model.eval()
-    totals = torch.zeros(3, dtype=torch.float64)  # loss, correct answers, samples
-    for indices in torch.arange(len(task.test))[comm.rank :: comm.size].split(4 * batch_size):
-        inputs, targets = (t.to(device) for t in task.test[indices])
-        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-            outputs = model(task.transform(inputs, None))
-            loss = task.loss(outputs, targets)
-        correct = (outputs.argmax(-1) == targets).double().mean() if task.metric == "accuracy" else torch.zeros(())
-        totals += torch.stack([loss.double().cpu(), correct.double().cpu(), torch.ones(())]) * len(targets)
-    loss_sum, num_correct, num_samples = comm.sum(totals).tolist()
-    result = {"loss": loss_sum / num_samples}
-    return result | ({"accuracy": 100 * num_correct / num_samples} if task.metric == "accuracy" else {})
+    def _say(self, text: str) -> None:
+        if self.comm.rank == 0:
+            print(text, file=sys.stderr, flush=True)
 
 
 def with_defaults(config: RunConfig, task: Task, comm: Comm) -> RunConfig:
     """The config with every open setting filled in from the task."""
+    for name in task.defaults:
+        if name not in RunConfig.model_fields:
+            raise unknown("setting in the task's defaults", name, RunConfig.model_fields)
     filled = {**FALLBACK, **task.defaults, "ranks": comm.size}
     open_settings = {name: value for name, value in filled.items() if getattr(config, name) is None}
-    return RunConfig(**{**config.model_dump(), **open_settings})
+    return make_config(config.model_dump(), open_settings, source=f"defaults of {config.task}")
 
 
 def open_folder(asked: RunConfig, config: RunConfig) -> RunFolder:
@@ -313,23 +271,6 @@ def open_folder(asked: RunConfig, config: RunConfig) -> RunFolder:
     folder = RunFolder.existing(asked.out) if asked.resume else RunFolder.new(asked)
     folder.save_config(config)
     return folder
-
-
-def count(model: nn.Module) -> int:
-    """Number of parameters."""
-    return sum(p.numel() for p in model.parameters())
-
-
-def versions(device: torch.device) -> dict[str, str]:
-    """What a reader needs to know to repeat a run."""
-    gpu = {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
-    return {"thinwire": thinwire.__version__, "torch": torch.__version__, "python": platform.python_version(), **gpu}
-
-
-def _peak_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _device(config: RunConfig, world: World | None) -> torch.device:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset
 
 from thinwire import registry, spec
 from thinwire.errors import UsageError
@@ -28,8 +28,8 @@ def unchanged(inputs: Tensor, generator: Generator | None) -> Tensor:
 class Task:
     """Everything that a run needs besides the strategy."""
 
-    train: TensorDataset  # (inputs, targets); inputs may be stored compactly, see transform
-    test: TensorDataset
+    train: Dataset[Any]  # of (inputs, targets); a TensorDataset is fastest; inputs may be compact, see transform
+    test: Dataset[Any]
     shape: tuple[int, ...]  # of one input as the model sees it
     classes: int
     model: str | Callable[[], nn.Module]  # a model's spec, or a function that makes one
