@@ -12,8 +12,8 @@ from typing import Any
 
 import thinwire as tw
 from thinwire.comm.base import Comm
+from thinwire.comm.joining import loopback_store
 from thinwire.comm.ledger import Ledger
-from thinwire.comm.process import loopback_store
 
 NUM_PROCESSES = 4
 REPLY_SECONDS = 60

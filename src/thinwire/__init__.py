@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from thinwire.comm.base import Comm as Comm
-    from thinwire.comm.process import join as join
+    from thinwire.comm.joining import join as join
     from thinwire.comm.threads import simulate as simulate
     from thinwire.data import Shard as Shard
     from thinwire.data import loader as loader
@@ -27,7 +27,7 @@ _HOME = {
     "Strategy": "thinwire.strategies.base",
     "Task": "thinwire.tasks.base",
     "UsageError": "thinwire.errors",
-    "join": "thinwire.comm.process",
+    "join": "thinwire.comm.joining",
     "loader": "thinwire.data",
     "prepare": "thinwire.strategies.base",
     "simulate": "thinwire.comm.threads",

@@ -18,13 +18,14 @@ from thinwire.errors import ThinwireError
 app = App(
     name="thinwire",
     version=__version__,
-    help="""Train neural networks over thin wires.
+    help_format="markdown",
+    help="""Train neural networks over thin wires. Start here:
 
-    Start here:
-
-        thinwire train --ranks 4                      # digits, four processes, exact gradients
-        thinwire list strategies                      # what else there is, with every option
-        torchrun --nproc-per-node 4 -m thinwire train # the same inside a world that exists already
+    ```
+    thinwire train --ranks 4                       # digits, four processes
+    thinwire list strategies                       # what else there is
+    torchrun --nproc-per-node 4 -m thinwire train  # in a world that exists
+    ```
     """,
 )
 
@@ -38,14 +39,13 @@ def train(
 ) -> None:
     """Train one model with one strategy; print what it reached and what it sent.
 
-    Names may carry options in brackets, as in --strategy "data_parallel(parcel_mb=5)" or
-    --model "mlp(width=512, depth=3)".
+    Names may carry options in brackets. For example:
 
-    Examples:
-
-        thinwire train --ranks 4 --epochs 10
-        thinwire train --task cifar10 --data DIR --model resnet18 --ranks 2 --autocast
-        thinwire train --out runs/digits-data_parallel-1 --resume
+    ```
+    thinwire train --ranks 4 --epochs 10 --model "mlp(width=512, depth=3)"
+    thinwire train --task cifar10 --data DIR --ranks 2 --autocast
+    thinwire train --out runs/digits-data_parallel-1 --resume
+    ```
     """
     from thinwire.launch import launch, settle
 
@@ -89,7 +89,7 @@ def main() -> None:
     """Entry point: users' mistakes end with one message and code 2, failures with code 1."""
     sys.path.insert(0, "")  # --task package.module:function is found from the current folder
     try:
-        app(exit_on_error=False, print_error=False)
+        app(sys.argv[1:], exit_on_error=False, print_error=False)
     except CycloptsError as error:
         cause = error.__cause__
         _stop(registry.explain(cause, "train") if isinstance(cause, ValidationError) else str(error), 2)

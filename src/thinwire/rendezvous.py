@@ -7,7 +7,7 @@ import sys
 from torch.distributed import HashStore, Store
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from thinwire.comm.process import loopback_store
+from thinwire.comm.joining import loopback_store
 
 
 class LoopbackRendezvous(RendezvousHandler):

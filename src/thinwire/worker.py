@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from thinwire import checkpoint, registry
 from thinwire.checkpoint import Checkpoints
 from thinwire.comm.base import Comm, gather_json
-from thinwire.comm.process import join, pick_device
+from thinwire.comm.joining import join, pick_device
 from thinwire.comm.world import World, find_world
 from thinwire.config import MAY_CHANGE, RunConfig, make_config
 from thinwire.data import Loader, mix

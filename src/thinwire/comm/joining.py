@@ -1,0 +1,116 @@
+"""How a process becomes a rank: find the others, make the groups, leave in order."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import torch
+import torch.distributed as dist
+
+from thinwire.comm.ledger import Ledger
+from thinwire.comm.process import ProcessComm
+from thinwire.comm.world import World, find_world
+from thinwire.errors import RunError, UsageError
+
+LOOPBACK = ("127.0.0.1", "localhost")
+ALONE = World(rank=0, size=1, local_rank=0, local_size=1, address="127.0.0.1", port=0, launcher="none")
+
+
+@contextmanager
+def join(
+    backend: str | None = None, timeout_seconds: float = 1800, device: torch.device | str | None = None
+) -> Iterator[ProcessComm]:
+    """Join the world that torchrun, srun, mpirun or `thinwire train` made; alone, be a world of one.
+
+    A process group that exists already is used as it is and left standing.
+
+    >>> import thinwire, torch
+    >>> with thinwire.join() as comm:
+    ...     comm.size, comm.mean(torch.ones(2)).tolist()
+    (1, [1.0, 1.0])
+    """
+    world = find_world() or ALONE
+    chosen = pick_device(world) if device is None else torch.device(device)
+    if dist.is_initialized():
+        with closing(_world_comm(chosen)) as comm:
+            yield comm
+        return
+    with _loopback_for_gloo(world):
+        _init(world, backend or _pick_backend(world, chosen), timeout_seconds)
+        try:
+            with closing(_world_comm(chosen)) as comm:
+                yield comm
+        finally:
+            dist.destroy_process_group()
+
+
+def _world_comm(device: torch.device) -> ProcessComm:
+    group = dist.group.WORLD
+    assert group is not None
+    return ProcessComm((group, dist.new_group(backend=dist.get_backend())), "world", Ledger(), device)
+
+
+@contextmanager
+def _loopback_for_gloo(world: World) -> Iterator[None]:
+    """On one machine, have gloo use loopback; left to itself it looks up the host's name and listens there."""
+    if world.address not in LOOPBACK or "GLOO_SOCKET_IFNAME" in os.environ:
+        yield
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        yield
+    finally:
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+
+
+def pick_device(world: World | None = None) -> torch.device:
+    """This rank's GPU where there is one (ranks share GPUs when there are more ranks), else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", (world or ALONE).local_rank % torch.cuda.device_count())
+
+
+def _pick_backend(world: World, device: torch.device) -> str:
+    own_gpu = device.type == "cuda" and world.local_size <= torch.cuda.device_count()
+    return "nccl" if own_gpu and dist.is_nccl_available() and world.size > 1 else "gloo"
+
+
+def _init(world: World, backend: str, timeout_seconds: float) -> None:
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    store: dist.Store = dist.HashStore() if world.size == 1 else _store(world, timeout)
+    try:
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+    except dist.DistError as error:
+        raise RunError(f"rank {world.rank} could not join {world.size} ranks: {error}") from error
+
+
+def _store(world: World, timeout: datetime.timedelta) -> dist.Store:
+    """Where the ranks meet: the launcher's store if it has one, else one that rank 0 opens."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    master = world.rank == 0 and not hosted
+    where = f"{world.address}:{world.port}"
+    try:
+        if master and world.address in LOOPBACK:
+            store = loopback_store(world.size, world.port, timeout)
+        else:
+            store = dist.TCPStore(world.address, world.port, world.size, master, timeout, wait_for_workers=False)
+    except (dist.DistError, OSError, RuntimeError) as error:
+        if "EADDRINUSE" in str(error) or "in use" in str(error):
+            raise UsageError(f"{where} is in use by another program; set MASTER_PORT to a free port") from None
+        raise RunError(f"rank {world.rank} cannot reach {where}: {error}") from error
+    return dist.PrefixStore(f"thinwire/{attempt}", store)
+
+
+def loopback_store(num_ranks: int, port: int = 0, timeout: datetime.timedelta | None = None) -> dist.TCPStore:
+    """A store that listens on 127.0.0.1 alone (torch's own listens on every interface)."""
+    listener = socket.create_server(("127.0.0.1", port))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        "127.0.0.1", port, num_ranks, True, timeout or datetime.timedelta(seconds=300),
+        wait_for_workers=False, master_listen_fd=listener.detach(),
+    )  # fmt: skip
