@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import fcntl
 import os
 import socket
+import struct
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
@@ -16,6 +18,7 @@ from thinwire.comm.process import ProcessComm
 from thinwire.comm.world import World, find_world
 from thinwire.errors import RunError, UsageError
 
+SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 LOOPBACK = ("127.0.0.1", "localhost")
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, address="127.0.0.1", port=0, launcher="none")
 
@@ -39,7 +42,7 @@ def join(
         with closing(_world_comm(chosen)) as comm:
             yield comm
         return
-    with _loopback_for_gloo(world):
+    with _gloo_interface(world):
         _init(world, backend or _pick_backend(world, chosen), timeout_seconds)
         try:
             with closing(_world_comm(chosen)) as comm:
@@ -55,16 +58,39 @@ def _world_comm(device: torch.device) -> ProcessComm:
 
 
 @contextmanager
-def _loopback_for_gloo(world: World) -> Iterator[None]:
-    """On one machine, have gloo use loopback; left to itself it looks up the host's name and listens there."""
-    if world.address not in LOOPBACK or "GLOO_SOCKET_IFNAME" in os.environ:
+def _gloo_interface(world: World) -> Iterator[None]:
+    """Have gloo use the interface that leads to rank 0.
+
+    Left to itself it looks up the host's own name, which many systems answer with an address that no other host
+    can reach.
+    """
+    name = None if "GLOO_SOCKET_IFNAME" in os.environ else _interface_towards(world.address)
+    if name is None:
         yield
         return
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = name
     try:
         yield
     finally:
         os.environ.pop("GLOO_SOCKET_IFNAME", None)
+
+
+def _interface_towards(address: str) -> str | None:
+    """The name of the interface whose IPv4 address this host would use to talk to another, if that can be told."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))  # sends nothing: it only asks for the route
+        except OSError:
+            return None
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:
+                continue  # it has no IPv4 address
+            if socket.inet_ntoa(answer[20:24]) == own:
+                return name
+    return None
 
 
 def pick_device(world: World | None = None) -> torch.device:
