@@ -65,7 +65,9 @@ def _start_ranks(config: RunConfig, num_ranks: int) -> None:
     from thinwire.rendezvous import LoopbackRendezvous
 
     check_options(config)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we report failures ourselves
+    for name in logging.root.manager.loggerDict:
+        if name.startswith("torch.distributed.elastic"):  # each has a level of its own
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # we report failures ourselves
     with tempfile.TemporaryDirectory(prefix="thinwire-") as logs:
         rendezvous = LoopbackRendezvous(num_ranks, config.restarts)
         spec = WorkerSpec(
