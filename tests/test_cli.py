@@ -32,9 +32,11 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *a
         (["train", "--model", "resnet"], "unknown model 'resnet'"),
         (["train", "--optimizer", "adam"], "unknown optimizer 'adam'; did you mean 'adamw'?"),
         (["train", "--schedule", "linear"], "unknown schedule 'linear'"),
-        (["train", "--ranks", "0"], "ranks='0' is not possible: should be greater than 0"),
-        (["train", "--lr", "-1"], "lr='-1' is not possible"),
-        (["train", "--epochs", "many"], "epochs='many' is not possible: should be a valid integer"),
+        (["train", "--ranks", "0"], "--ranks='0' is not possible: should be greater than 0"),
+        (["train", "--lr", "-1"], "--lr='-1' is not possible"),
+        (["train", "--epochs", "many"], "--epochs='many' is not possible: should be a valid integer"),
+        (["train", "--lr", "nan"], "--lr='nan' is not possible"),
+        (["train", "--out", "/dev/null/x"], "/dev/null is not a folder that can be written to"),
         (["train", "--device", "tpu"], "tpu"),
         (["train", "--rank", "4"], "--rank"),
         (["train", "--strategy", "f("], "cannot read 'f('"),
@@ -89,6 +91,12 @@ def test_list_as_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     assert {"name": "reducer", "type": "Reducer", "default": "mean()", "about": "how gradients are averaged"} in entry[
         "options"
     ]
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    command = f"{sys.executable} -m thinwire list --json | head -c 10"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30, check=False)
+    assert done.stderr == ""
 
 
 def test_list_and_help_need_no_torch() -> None:

@@ -169,6 +169,39 @@ def test_torchrun_worlds_are_joined(tmp_path: Path) -> None:
     assert out.count("results in") == 1
 
 
+def test_a_process_can_join_leave_and_join_again(tmp_path: Path) -> None:
+    script = tmp_path / "again.py"
+    script.write_text(
+        "import thinwire as tw, torch\n"
+        "for i in range(4):\n"
+        "    with tw.join() as comm:\n"
+        "        assert comm.sum(torch.ones(1000))[0] == 2\n"
+        "print('joined', i + 1, 'times', flush=True)\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port")
+    code, out, err = finish(start(port, str(script), program=torchrun), 60)
+    assert code == 0, err
+    assert out.count("joined 4 times") == 2
+    env = {**FAST, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [start(env={**env, "RANK": str(rank)}, program=(str(script),)) for rank in range(2)]
+    for rank in ranks:  # rank 0 has the store this time
+        code, out, err = finish(rank, 60)
+        assert code == 0, err
+
+
+def test_a_rank_that_waits_for_others_says_so(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    env = {**FAST, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    process = start("train", "--out", str(tmp_path / "run"), env=env)
+    line = process.stderr.readline()
+    process.kill()
+    process.communicate()
+    assert line == f"rank 0 is waiting at 127.0.0.1:{port} for all 2 ranks\n"
+
+
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -207,6 +240,6 @@ def test_a_full_disk_is_one_message_and_loses_nothing(tmp_path: Path) -> None:
         pytest.skip(f"mount namespaces are not allowed here: {done.stderr.strip()}")
     assert done.returncode == 1, done.stderr
     assert "No space left on device" in done.stderr
-    assert "free some space or choose another --out" in done.stderr
+    assert "free some space and --resume" in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout.split()[0].startswith("step-"), "no scraps, and a checkpoint is there"

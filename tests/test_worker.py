@@ -18,6 +18,7 @@ from thinwire.comm.base import Comm
 from thinwire.config import RunConfig
 from thinwire.errors import RunError
 from thinwire.evaluation import evaluate
+from thinwire.launch import settle
 from thinwire.records import read_rows
 from thinwire.tasks.base import load_task
 from thinwire.worker import Run, with_defaults
@@ -55,8 +56,8 @@ def test_a_run_leaves_its_records(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert [row["epoch"] for row in rows] == [1, 2, 3]
-    assert rows[-1]["accuracy"] == summary["value"]
-    assert summary["best"] == max(row["accuracy"] for row in rows)
+    assert rows[-1]["test_accuracy"] == summary["value"]
+    assert summary["best"] == max(row["test_accuracy"] for row in rows)
     assert summary["steps"] == rows[-1]["step"] == 3 * 90
     assert rows[-1]["train_loss"] < rows[0]["train_loss"]
     ledger = read_rows(tmp_path / "run" / "ledger.jsonl")
@@ -164,6 +165,47 @@ def test_a_loss_that_is_not_finite_stops_the_run_at_its_step(tmp_path: Path) -> 
         alone(task="tests.user_task:noisy(fault='nan', step=33)", out=tmp_path / "run", checkpoint_every=10)
     kept = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
     assert kept == ["step-00000020", "step-00000030"], "nothing that came after the fault is kept"
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_leaves_nothing_in_the_way(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="the loss is nan"):
+        alone(lr=1e30, out=tmp_path / "run", epochs=1)
+    with pytest.raises(tw.UsageError, match="gpt takes sequences"):
+        alone(model="gpt", out=tmp_path / "run", epochs=1)
+    assert not (tmp_path / "run").exists()
+    alone(out=tmp_path / "run", epochs=1)
+
+
+def test_what_is_left_of_a_run_is_not_written_over(tmp_path: Path) -> None:
+    alone(out=tmp_path / "run", epochs=1)
+    (tmp_path / "run" / "config.toml").unlink()
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    with pytest.raises(tw.UsageError, match=r"holds metrics.jsonl of a run without config.toml; give another --out"):
+        alone(out=tmp_path / "run", epochs=1)
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_fewer_epochs_than_are_done_is_refused(tmp_path: Path) -> None:
+    alone(out=tmp_path / "run", epochs=2)
+    before = (tmp_path / "run" / "config.toml").read_text()
+    with pytest.raises(tw.UsageError, match="--epochs 1, but 2 epochs and 0 steps are done already"):
+        alone(out=tmp_path / "run", epochs=1, resume=True)
+    assert (tmp_path / "run" / "config.toml").read_text() == before
+
+
+def test_the_config_of_a_resumed_run_repeats_it(tmp_path: Path) -> None:
+    alone(out=tmp_path / "run", epochs=1, schedule="constant")
+    alone(out=tmp_path / "run", epochs=2, schedule="constant", resume=True)
+    config = settle(tmp_path / "run" / "config.toml", {"out": tmp_path / "again"})
+    assert config.model == "mlp"
+    alone(**config.model_dump())
+    assert same_files(tmp_path / "run", tmp_path / "again")
+
+
+def test_samples_per_second_counts_samples(tmp_path: Path) -> None:
+    alone(out=tmp_path / "run", epochs=1, batch_size=10**6)
+    row = read_rows(tmp_path / "run" / "metrics.jsonl")[0]
+    assert row["samples_per_second"] * row["train_seconds"] == pytest.approx(1437, rel=0.5)
 
 
 def test_a_finished_run_is_not_written_over(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,6 +11,7 @@ from typing import Annotated, Literal
 from cyclopts import App, CycloptsError, Parameter
 from pydantic import ValidationError
 from rich.console import Console
+from rich.table import Table
 
 from thinwire import __version__, registry
 from thinwire.config import RunConfig
@@ -76,13 +78,13 @@ def list_(
         return
     console = Console(highlight=False)
     for k in kinds:
-        console.print(f"[bold]{k}[/bold]")
+        table = Table(box=None, show_header=False, pad_edge=False, title=k, title_justify="left", title_style="bold")
+        table.add_column(no_wrap=True)
         for entry in registry.describe(k):
-            console.print(f"  [cyan]{entry.name}[/cyan]  {entry.about}", soft_wrap=True)
+            table.add_row(f"  [cyan]{entry.name}[/cyan]", entry.about)
             for o in entry.options:
-                default = f" = {o.default}" if o.default else ""
-                about = f"  {o.about}" if o.about else ""
-                console.print(f"      {o.name}{default}[dim]{about}[/dim]", soft_wrap=True)
+                table.add_row(f"    {o.name} = {o.default}" if o.default else f"    {o.name}", f"[dim]{o.about}[/dim]")
+        console.print(table)
 
 
 def main() -> None:
@@ -92,9 +94,11 @@ def main() -> None:
         app(sys.argv[1:], exit_on_error=False, print_error=False)
     except CycloptsError as error:
         cause = error.__cause__
-        _stop(registry.explain(cause, "train") if isinstance(cause, ValidationError) else str(error), 2)
+        _stop(registry.explain(cause, "train", "--") if isinstance(cause, ValidationError) else str(error), 2)
     except ThinwireError as error:
         _stop(str(error), error.exit_code)
+    except BrokenPipeError:  # the reader, head say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _stop(message: str, code: int) -> None:

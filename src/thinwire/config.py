@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from thinwire.errors import UsageError, unknown
 
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 WHAT = Group("What to train", sort_key=1)
 HOW = Group("How", sort_key=2)
 WHERE = Group("Where, and what to keep", sort_key=3)
@@ -76,7 +77,7 @@ class RunConfig(BaseModel):
 
     def to_toml(self) -> str:
         """The settings that are set, as TOML."""
-        values = self.model_dump(mode="json", exclude_none=True)
+        values = self.model_dump(mode="json", exclude_none=True, exclude={"resume"})
         return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items())
 
 

@@ -40,5 +40,5 @@ def unknown(kind: str, given: str, possible: Iterable[str]) -> UsageError:
     """
     names = sorted(possible)
     near = difflib.get_close_matches(given, names, n=1)
-    hint = f"did you mean '{near[0]}'? " if near else ""
-    return UsageError(f"unknown {kind} '{given}'; {hint}Possible: {', '.join(names) or 'none'}")
+    hint = f"did you mean '{near[0]}'? Possible" if near else "possible"
+    return UsageError(f"unknown {kind} '{given}'; {hint}: {', '.join(names) or 'none'}")

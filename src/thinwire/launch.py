@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import select
 import signal
+import sys
 import tempfile
 import threading
 from multiprocessing import forkserver
@@ -36,13 +37,18 @@ def settle(file: Path | None, asked: dict[str, Any]) -> RunConfig:
 
 def launch(config: RunConfig) -> None:
     """Run a config: join the world that torchrun, srun or mpirun made, or start the ranks here."""
-    check_names(config)
     world = find_world()
-    if world is not None:
-        if config.ranks not in (None, world.size):
+    try:
+        check_names(config)
+        if world is not None and config.ranks not in (None, world.size):
             raise UsageError(
                 f"--ranks {config.ranks}, but {world.launcher} started {world.size} ranks; leave out --ranks"
             )
+    except UsageError:
+        if world is not None and world.rank > 0:
+            sys.exit(2)  # rank 0 says it for all
+        raise
+    if world is not None:
         from thinwire.worker import run_rank
 
         run_rank(config)
@@ -139,6 +145,8 @@ def explain(failures: dict[int, ProcessFailure]) -> ThinwireError:
         return RunError(f"rank {rank}: {text}")
     if failure.exitcode < 0:
         return RunError(f"rank {rank} (process {failure.pid}) was ended by {failure.signal_name()}; --resume goes on")
+    if not failure.error_file_data:
+        return RunError(f"rank {rank} (process {failure.pid}) ended with code {failure.exitcode}; --resume goes on")
     return RunError(f"rank {rank} failed: {message}\n{_traceback(failure)}")
 
 

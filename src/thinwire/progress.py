@@ -47,7 +47,7 @@ class Shown:
         self.begin = self.last = time.monotonic()
         self.every_seconds = 0.2 if self.console.is_terminal else 5.0
         self.value = ""
-        columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[news]}"))
+        columns = (BarColumn(bar_width=8), MofNCompleteColumn(), TextColumn("{task.fields[news]}"))
         self.bars = Bars(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
         self.bar = self.bars.add_task("", total=num_steps, completed=start, news="starting")
         self.bars.start()
@@ -59,7 +59,7 @@ class Shown:
     def step(self, step: int, loss: float, samples_per_second: float, wire_bytes: int) -> None:
         self.last = time.monotonic()
         left = (self.last - self.begin) / max(step - self.start, 1) * (self.num_steps - step)
-        speed = f"{samples_per_second:,.0f} samples/s  {size(wire_bytes)} sent"
+        speed = f"{samples_per_second:,.0f} samples/s  {size(wire_bytes)}"
         news = f"loss {loss:.4f}{self.value}  {speed}  {clock(left)} left"
         if self.bars.disable:
             self._line(f"step {step}/{self.num_steps}  {news}")
@@ -67,10 +67,11 @@ class Shown:
             self.bars.update(self.bar, completed=step, news=news)
 
     def epoch(self, row: dict[str, Any]) -> None:
-        self.value = f"  {self.metric} {show(row[self.metric], self.metric)}"
+        value = show(row[f"test_{self.metric}"], self.metric)
+        self.value = f"  {value}"
         self.say(
-            f"epoch {row['epoch']}/{self.num_epochs}  loss {row['train_loss']:.4f}{self.value}  "
-            f"{row['samples_per_second']:,.0f} samples/s  {size(row['wire_bytes'])} sent  {clock(row['seconds'])}"
+            f"epoch {row['epoch']}/{self.num_epochs}  loss {row['train_loss']:.4f}  {self.metric} {value}  "
+            f"{row['samples_per_second']:,.0f} samples/s  {size(row['wire_bytes'])}  {clock(row['seconds'])}"
         )
 
     def say(self, text: str) -> None:
@@ -90,7 +91,8 @@ class Shown:
 def result_table(summary: dict[str, Any], rows: list[dict[str, Any]]) -> Table:
     """The end of a run: what it reached, and what each purpose sent in what time."""
     value = show(summary["value"], summary["metric"])
-    title = f"{summary['task']} · {summary['strategy']} · {summary['ranks']} ranks · {summary['metric']} {value}"
+    ranks = f"{summary['ranks']} rank{'s' * (summary['ranks'] != 1)}"
+    title = f"{summary['task']} · {summary['strategy']} · {ranks} · {summary['metric']} {value}"
     table = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
     table.padding, table.collapse_padding = (0, 1), True
     table.caption = (
@@ -116,14 +118,15 @@ def show(value: float, metric: str) -> str:
 def size(num_bytes: float) -> str:
     """Bytes with a fitting unit.
 
-    >>> size(1234), size(5_600_000)
-    ('1.23 kB', '5.60 MB')
+    >>> size(999), size(1234), size(5_600_000), size(128_000_000_000)
+    ('999 B', '1.23 kB', '5.60 MB', '128 GB')
     """
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.2f} {unit}"
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while num_bytes >= 1000 and len(units) > 1:
         num_bytes /= 1000
-    return f"{num_bytes:.2f} TB"
+        del units[0]
+    digits = 0 if units[0] == "B" or num_bytes >= 100 else 1 if num_bytes >= 10 else 2
+    return f"{num_bytes:.{digits}f} {units[0]}"
 
 
 def clock(seconds: float) -> str:

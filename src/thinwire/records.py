@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -24,9 +25,10 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space" in str(error)
+        remedy = "free some space and --resume" if full else "choose another --out"
         raise RunError(
-            f"cannot write {path}: {error.strerror or error}; free some space or choose another --out. "
-            "What was written before is untouched"
+            f"cannot write {path}: {error.strerror or error}; {remedy}. What was written before is untouched"
         ) from error
     finally:
         with suppress(OSError):
@@ -58,6 +60,12 @@ class RunFolder:
             raise UsageError(f"--out {folder.path} is a file; give a folder")
         if folder.config.exists():
             raise UsageError(f"{folder.path} holds a run already; add --resume to go on with it, or give another --out")
+        for left in (folder.metrics, folder.ledger, folder.summary, folder.model, folder.checkpoints):
+            if left.exists():
+                raise UsageError(f"{folder.path} holds {left.name} of a run without config.toml; give another --out")
+        parent = next(p for p in (folder.path, *folder.path.absolute().parents) if p.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            raise UsageError(f"cannot make --out {folder.path}: {parent} is not a folder that can be written to")
         return folder
 
     @staticmethod
@@ -67,11 +75,18 @@ class RunFolder:
             raise UsageError("--resume needs --out, the folder of the run to go on with")
         folder = RunFolder(path)
         if not folder.config.exists():
-            raise UsageError(f"{path} holds no run (no config.toml); leave out --resume to start one there")
+            raise UsageError(f"{path} holds no run (no config.toml); check --out, or leave out --resume to start one")
         return folder
 
     def save_config(self, config: RunConfig) -> None:
         write_text(self.config, config.to_toml())
+
+    def forget_if_empty(self) -> None:
+        """Leave nothing of a run that failed before its first checkpoint, so that it can be tried again."""
+        if self.path.is_dir() and {p.name for p in self.path.iterdir()} <= {self.config.name}:
+            self.config.unlink(missing_ok=True)
+            with suppress(OSError):  # another rank of this disk was quicker
+                self.path.rmdir()
 
     def load_config(self) -> RunConfig:
         return make_config(read_toml(self.config), source=str(self.config))

@@ -118,13 +118,16 @@ def describe(kind: str) -> list[Entry]:
     return [_describe(name, *find(kind, name)) for name in TABLE[kind]]
 
 
-def options(target: Any, spec: Spec) -> dict[str, Any]:
-    """The keyword arguments that a spec gives to a function or class, checked against its signature."""
+def options(target: Any, spec: Spec, num_leading: int = 0) -> dict[str, Any]:
+    """The keyword arguments that a spec gives to a function or class, checked against its signature.
+
+    The first `num_leading` parameters, and all positional-only ones, are not options.
+    """
     function = target.__init__ if inspect.isclass(target) else target
     hints = get_type_hints(function, include_extras=True)
     params = {
         p.name: p
-        for p in inspect.signature(function).parameters.values()
+        for p in list(inspect.signature(function).parameters.values())[num_leading:]
         if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self"
     }
     if len(spec.args) > len(params):
@@ -168,11 +171,13 @@ def _field_type(hint: Any) -> Any:
     return Any if getattr(hint, "__name__", "") in NESTED else hint
 
 
-def explain(error: ValidationError, owner: str) -> str:
-    """pydantic's findings as one line: what was given, what is possible."""
+def explain(error: ValidationError, owner: str, prefix: str = "") -> str:
+    """pydantic's findings as one line: what was given, what is possible. Names are written as on the command line
+    where a prefix is given."""
     parts = []
     for item in error.errors():
-        where = ".".join(str(x) for x in item["loc"]) or owner
+        name = ".".join(str(x) for x in item["loc"]) or owner
+        where = prefix + (name.replace("_", "-") if prefix else name)
         message = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
         if item["type"] == "missing":
             parts.append(f"{where} is missing")

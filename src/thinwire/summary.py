@@ -27,7 +27,7 @@ def summarise(
     return {
         "task": config.task,
         "strategy": config.strategy,
-        "model": config.model or (task.model if isinstance(task.model, str) else config.task),
+        "model": config.model or config.task,
         "ranks": len(ledgers),
         "nodes": 1,
         "link": None,

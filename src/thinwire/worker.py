@@ -20,7 +20,7 @@ from thinwire.comm.joining import join, pick_device
 from thinwire.comm.world import World, find_world
 from thinwire.config import MAY_CHANGE, RunConfig, make_config
 from thinwire.data import Loader, mix
-from thinwire.errors import RunError, ThinwireError, UsageError, unknown
+from thinwire.errors import PeerLost, RunError, ThinwireError, UsageError, unknown
 from thinwire.evaluation import evaluate
 from thinwire.progress import Progress, Shown, Silent, result_table
 from thinwire.records import RunFolder
@@ -66,9 +66,6 @@ class Run:
         self.device = device
         self.task = load_task(config.task, config.data, config.seed)
         self.config = with_defaults(config, self.task, comm)
-        self.folder = RunFolder(Path(_agree(comm, lambda: str(open_folder(config, self.config).path))))
-        if not self.folder.config.exists():  # this host has a disk of its own
-            self.folder.save_config(self.config)
         torch.manual_seed(config.seed)
         model = self.task.build_model(config.model).to(device)
         self.num_parameters = count(model)
@@ -77,6 +74,7 @@ class Run:
         self.loader = Loader(self.task.train, self.strategy.shard, self.batch_size, seed=config.seed)
         self.num_steps = self._get("epochs") * len(self.loader)
         torch.manual_seed(mix(config.seed, comm.rank))  # dropout differs between ranks
+        self.folder = RunFolder(Path(_agree(comm, lambda: str(open_folder(config).path))))
         self.checkpoints = Checkpoints(
             self.folder.checkpoints,
             comm,
@@ -93,10 +91,17 @@ class Run:
         try:
             if self.config.resume:
                 self._resume()
+            if self.comm.rank == 0 or not self.folder.config.exists():  # or: this host has a disk of its own
+                self.folder.save_config(self.config)
             if self.comm.rank == 0:
                 self.progress = Shown(self.task.metric, self.num_steps, self.at.step, self._get("epochs"))
             while self.at.epoch < self._get("epochs"):
                 self._epoch()
+        except PeerLost:
+            raise
+        except ThinwireError:
+            self.folder.forget_if_empty()
+            raise
         finally:
             self.progress.close()
         return self._finish()
@@ -133,7 +138,7 @@ class Run:
                 self.checkpoints.save(self.at.step, self._state)
         self._look(num_samples / (time.monotonic() - begin))
         row = self._test_and_record(num_samples / (time.monotonic() - begin))
-        value = row[self.task.metric]
+        value = row[f"test_{self.task.metric}"]
         self._advance(epoch=self.at.epoch + 1, batch=0, loss_sum=0.0, value=value, best=self._better(value))
         self.checkpoints.save(self.at.step, self._state)
         self.progress.epoch(row)
@@ -176,7 +181,7 @@ class Run:
             "seconds": self._seconds(),
             "train_seconds": self.at.train_seconds,
             "train_loss": train_loss.item(),
-            **tested,
+            **{f"test_{name}": value for name, value in tested.items()},
             "samples_per_second": samples_per_second,
             "wire_bytes": sum(line["wire_bytes"] for line in ledgers[self.comm.rank]),
         }
@@ -223,14 +228,18 @@ class Run:
         found = self.checkpoints.load_latest()
         step, state = found or (0, None)
         self.comm.ledger.load_rows(state["ledger"] if state else booked)  # as if never stopped
+        at = Position(**state["position"]) if state else Position()
+        if (at.epoch, at.batch) > (self._get("epochs"), 0):
+            done = f"{at.epoch} epochs and {at.batch} steps"
+            raise UsageError(f"--epochs {self._get('epochs')}, but {done} are done already; give more epochs or none")
         if self.comm.rank == 0:
             self.folder.forget_after(step)
         if state is None:
-            self._warn(f"{self.folder.path} has no checkpoint that can be used; starting from the beginning")
+            self._say(f"{self.folder.path} has no checkpoint that can be used; starting from the beginning")
             return
         self.strategy.load_state_dict(state["strategy"])
         checkpoint.set_random_state(state["random"])
-        self.at = Position(**state["position"])
+        self.at = at
         self._say(f"resuming at step {step} of {self.num_steps}")
 
     def _advance(self, **changes: Any) -> None:
@@ -261,16 +270,15 @@ def with_defaults(config: RunConfig, task: Task, comm: Comm) -> RunConfig:
     for name in task.defaults:
         if name not in RunConfig.model_fields:
             raise unknown("setting in the task's defaults", name, RunConfig.model_fields)
-    filled = {**FALLBACK, **task.defaults, "ranks": comm.size}
+    own_model = {"model": task.model} if isinstance(task.model, str) else {}
+    filled = {**FALLBACK, **own_model, **task.defaults, "ranks": comm.size}
     open_settings = {name: value for name, value in filled.items() if getattr(config, name) is None}
     return make_config(config.model_dump(), open_settings, source=f"defaults of {config.task}")
 
 
-def open_folder(asked: RunConfig, config: RunConfig) -> RunFolder:
-    """The folder to write to. `config` is `asked` with every setting filled in."""
-    folder = RunFolder.existing(asked.out) if asked.resume else RunFolder.new(asked)
-    folder.save_config(config)
-    return folder
+def open_folder(config: RunConfig) -> RunFolder:
+    """The folder to write to: that of the run to resume, or one for a new run."""
+    return RunFolder.existing(config.out) if config.resume else RunFolder.new(config)
 
 
 def _device(config: RunConfig, world: World | None) -> torch.device:

@@ -195,6 +195,17 @@ def test_parameters_without_gradient_are_explained_otherwise(world: World) -> No
     assert all("unused_parameters=True" in message for message in world(refuse_branches, 2))
 
 
+def test_an_optimizer_in_place_of_its_factory_is_explained() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(tw.UsageError, match="give a factory, not an optimizer"):
+        tw.simulate(
+            lambda comm: tw.prepare(
+                "data_parallel", model=model, optimizer=sgd(model.parameters()), loss=nn.MSELoss(), comm=comm
+            ),
+            ranks=1,
+        )
+
+
 def test_a_model_with_nothing_to_train_is_refused() -> None:
     model = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(tw.UsageError, match="no parameter to train"):

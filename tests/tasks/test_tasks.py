@@ -164,6 +164,13 @@ def test_missing_data_says_what_to_give(name: str, tmp_path: Path) -> None:
         load_task(name, tmp_path, 0)
 
 
+def test_one_class_is_refused() -> None:
+    data = torch.utils.data.TensorDataset(torch.zeros(3, 2), torch.zeros(3))
+    with pytest.raises(UsageError, match="nothing to tell apart"):
+        Task(data, data, (2,), 1, "mlp")
+    Task(data, data, (2,), 1, "mlp", loss=torch.nn.functional.mse_loss, metric="loss")
+
+
 def test_too_little_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "shakespeare.txt").write_text("to be or not to be")
     with pytest.raises(UsageError, match="18 characters, too few for context=128"):
@@ -174,10 +181,20 @@ def not_a_task(data: Path | None, seed: int, /) -> int:
     return 3
 
 
+def no_parameters() -> int:
+    return 3
+
+
+def plain_parameters(data: Path | None, seed: int, *, width: int = 3) -> Task:
+    return load_task(f"synthetic(width={width})", data, seed)
+
+
 def test_users_own_tasks() -> None:
+    assert load_task("tests.tasks.test_tasks:plain_parameters(width=5)", None, 0).model == "mlp(width=5, depth=2)"
     assert isinstance(load_task("tests.user_task:noisy(step=4)", None, 0), Task)
     for text, message in [
         ("tests.tasks.test_tasks:not_a_task", "returned int; expected a thinwire.Task"),
+        ("tests.tasks.test_tasks:no_parameters", r"must be a function of \(data, seed, /, \*, options…\)"),
         ("tests.nowhere:f", "cannot load task 'tests.nowhere:f'"),
         ("tests.user_task:nothing", "cannot load task"),
         ("tests.user_task:noisy(colour=1)", "unknown option of noisy 'colour'"),

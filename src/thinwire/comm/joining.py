@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import datetime
 import fcntl
+import functools
+import itertools
 import os
 import socket
 import struct
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
@@ -19,8 +23,11 @@ from thinwire.comm.world import World, find_world
 from thinwire.errors import RunError, UsageError
 
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+JOIN_SECONDS = 300
+WAIT_QUIETLY_SECONDS = 10
 LOOPBACK = ("127.0.0.1", "localhost")
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, address="127.0.0.1", port=0, launcher="none")
+_joins = itertools.count()
 
 
 @contextmanager
@@ -107,29 +114,49 @@ def _pick_backend(world: World, device: torch.device) -> str:
 
 def _init(world: World, backend: str, timeout_seconds: float) -> None:
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    store: dist.Store = dist.HashStore() if world.size == 1 else _store(world, timeout)
+    store: dist.Store = dist.HashStore() if world.size == 1 else _store(world)
     try:
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
     except dist.DistError as error:
         raise RunError(f"rank {world.rank} could not join {world.size} ranks: {error}") from error
 
 
-def _store(world: World, timeout: datetime.timedelta) -> dist.Store:
-    """Where the ranks meet: the launcher's store if it has one, else one that rank 0 opens."""
+def _store(world: World) -> dist.Store:
+    """Where the ranks meet, once all of them are there; each join of a process has a part of its own."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    master = world.rank == 0 and not hosted
     where = f"{world.address}:{world.port}"
+    patience = threading.Timer(WAIT_QUIETLY_SECONDS, _say_waiting, (world, where))
+    patience.daemon = True
+    patience.start()
     try:
-        if master and world.address in LOOPBACK:
-            store = loopback_store(world.size, world.port, timeout)
-        else:
-            store = dist.TCPStore(world.address, world.port, world.size, master, timeout, wait_for_workers=False)
+        store = dist.PrefixStore(f"thinwire/{attempt}/{next(_joins)}", _open_store(world))
+        store.set(f"here/{world.rank}", "")
+        store.wait([f"here/{rank}" for rank in range(world.size)], datetime.timedelta(seconds=JOIN_SECONDS))
+        return store
     except (dist.DistError, OSError, RuntimeError) as error:
         if "EADDRINUSE" in str(error) or "in use" in str(error):
             raise UsageError(f"{where} is in use by another program; set MASTER_PORT to a free port") from None
-        raise RunError(f"rank {world.rank} cannot reach {where}: {error}") from error
-    return dist.PrefixStore(f"thinwire/{attempt}", store)
+        raise RunError(
+            f"rank {world.rank} did not meet all {world.size} ranks at {where} within {JOIN_SECONDS} s; "
+            f"start them all, and check MASTER_ADDR, MASTER_PORT and the firewall ({str(error).splitlines()[0]})"
+        ) from error
+    finally:
+        patience.cancel()
+
+
+@functools.cache
+def _open_store(world: World) -> dist.Store:
+    """The launcher's store if it has one, else one that rank 0 opens; kept for the life of the process."""
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    master = world.rank == 0 and not hosted
+    timeout = datetime.timedelta(seconds=JOIN_SECONDS)
+    if master and world.address in LOOPBACK:
+        return loopback_store(world.size, world.port, timeout)
+    return dist.TCPStore(world.address, world.port, world.size, master, timeout, wait_for_workers=False)
+
+
+def _say_waiting(world: World, where: str) -> None:
+    print(f"rank {world.rank} is waiting at {where} for all {world.size} ranks", file=sys.stderr, flush=True)
 
 
 def loopback_store(num_ranks: int, port: int = 0, timeout: datetime.timedelta | None = None) -> dist.TCPStore:

@@ -148,6 +148,10 @@ def prepare(
     ...     type(trainer.consolidate()).__name__
     'Linear'
     """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            "optimizer: give a factory, not an optimizer: lambda parameters: torch.optim.SGD(parameters, 0.1)"
+        )
     if accumulate < 1:
         raise UsageError(f"accumulate={accumulate}; possible: 1 or more")
     recipe = Recipe(loss, optimizer, schedule, clip_norm, accumulate, autocast)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -38,6 +39,12 @@ class Task:
     transform: Transform = unchanged  # batch → model input, on the device; augments when given a generator
     defaults: dict[str, Any] = field(default_factory=dict)  # epochs, batch_size, lr, optimizer, schedule, …
 
+    def __post_init__(self) -> None:
+        if self.metric == "accuracy" and self.classes < 2:
+            raise UsageError(
+                f"classes={self.classes}: there is nothing to tell apart; for regression give loss and metric='loss'"
+            )
+
     def build_model(self, asked: str | None = None) -> nn.Module:
         """The model asked for by spec, or the task's own."""
         choice = asked or self.model
@@ -54,7 +61,8 @@ def load_task(text: str, data: Path | None, seed: int) -> Task:
         task: Task = registry.build("tasks", text, data, seed)
         return task
     parsed = spec.parse(rest)
-    return _checked(registry.call(_import(module, parsed.name, text), parsed, data, seed), text)
+    function = _import(module, parsed.name, text)
+    return _checked(function(data, seed, **registry.options(function, parsed, num_leading=2)), text)
 
 
 def check_task(text: str) -> None:
@@ -62,18 +70,25 @@ def check_task(text: str) -> None:
     module, colon, rest = text.partition(":")
     if colon:
         parsed = spec.parse(rest)
-        registry.options(_import(module, parsed.name, text), parsed)
+        registry.options(_import(module, parsed.name, text), parsed, num_leading=2)
     else:
         registry.check("tasks", text)
 
 
 def _import(module: str, function: str, text: str) -> Any:
     try:
-        return getattr(importlib.import_module(module), function)
+        found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(
             f"cannot load task '{text}': {error}; expected package.module:function, importable from this folder"
         ) from error
+    try:
+        inspect.signature(found).bind_partial(None, 0)
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"task '{text}' must be a function of (data, seed, /, *, options…) that returns a Task"
+        ) from None
+    return found
 
 
 def _checked(task: Any, text: str) -> Task:
