@@ -140,11 +140,36 @@ def test_refused_checkpoints_are_set_aside_not_deleted_and_not_kept_for_good_one
     save_steps(tmp_path, 2, [10, 20])
     damage(tmp_path / "step-00000020", "flipped bit")
     load(tmp_path, 2)
-    assert (tmp_path / "step-00000020" / "rank-1.json.refused").exists()
-    assert (tmp_path / "step-00000020" / "rank-1.safetensors").exists()
-    save_steps(tmp_path, 2, [15], keep=2)
+    refused = [tmp_path / "step-00000020" / f"rank-1.{kind}.refused" for kind in ("json", "safetensors")]
+    before = [path.read_bytes() for path in refused]
+    save_steps(tmp_path, 2, [15, 20], keep=2)
+    assert [path.read_bytes() for path in refused] == before
     found, _ = load(tmp_path, 2)
-    assert [step for step, _ in found] == [15, 15]
+    assert [step for step, _ in found] == [20, 20]
+
+
+def test_the_scraps_of_a_killed_write_are_swept_up(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2, [10])
+    mine, others = (tmp_path / "step-00000010" / f".rank-{r}.safetensors.123.new" for r in (0, 7))
+    mine.touch()
+    others.touch()
+    load(tmp_path, 2)
+    assert not mine.exists()
+    assert others.exists()
+
+
+def test_checkpoints_of_later_steps_do_not_push_out_new_ones(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, [900, 1000])
+    save_steps(tmp_path, 1, [10, 20, 30], keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-{s:08d}" for s in (20, 30, 900, 1000)]
+
+
+def test_what_is_not_finite_is_not_saved(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, [10])
+    bad = {"weight": torch.tensor([1.0, float("nan")])}
+    with pytest.raises(RunError, match="weight is not finite after step 20"):
+        tw.simulate(lambda comm: Checkpoints(tmp_path, comm, IDENTITY, 2, print).save(20, lambda: bad), ranks=1)
+    assert [step for step, _ in load(tmp_path, 1)[0]] == [10]
 
 
 def test_a_checkpoint_of_another_run_is_refused_by_what_differs(tmp_path: Path) -> None:

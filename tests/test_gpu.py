@@ -55,3 +55,20 @@ def test_n_ranks_on_a_gpu_are_one_rank(process_world: ProcessWorld, spec: str) -
     assert all(same(results[0], other) for other in results)
     for name in alone:
         torch.testing.assert_close(results[0][name], alone[name], rtol=1e-4, atol=1e-5)
+
+
+def test_nccl_gives_cpu_tensors_back_whole() -> None:
+    """A world of one on nccl: results of CPU tensors are copied off the GPU before anybody reads them."""
+    with tw.join(backend="nccl", device="cuda:0") as comm:
+        busy = torch.randn(8192, 8192, device="cuda")
+        for i in range(20):
+            busy = busy @ busy / 100  # work that a careless copy would not wait for
+            given = torch.full((100_000,), float(i))
+            assert torch.equal(comm.sum(given), given)
+            assert torch.equal(comm.mean(given), given)
+            assert torch.equal(comm.gather(given)[0], given)
+            assert torch.equal(comm.broadcast(given), given)
+            assert torch.equal(comm.all_to_all([given])[0], given)
+        alone = train(comm, "data_parallel")
+    for name, expected in on_threads(train, 1, "data_parallel")[0].items():
+        torch.testing.assert_close(alone[name], expected, rtol=1e-4, atol=1e-5)

@@ -120,6 +120,31 @@ def test_kill_9_without_restart_names_the_rank_and_resume_goes_on(tmp_path: Path
     assert same_files(undisturbed, out)
 
 
+def test_torchruns_own_restarts_resume_too(tmp_path: Path, undisturbed: Path) -> None:
+    task = noisy(fault="kill", rank=1, step=17, once=str(tmp_path / "killed"))
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "--max-restarts", "1")
+    code, _, err = run(
+        "-m", "thinwire", "train", "--task", task, "--checkpoint-every", "4", "--out", str(tmp_path / "run"),
+        program=torchrun, env={**FAST, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+    )  # fmt: skip
+    assert code == 0, err
+    assert "resuming at step 16" in err
+    assert same_files(undisturbed, tmp_path / "run")
+
+
+def test_what_would_only_happen_again_is_not_restarted(tmp_path: Path) -> None:
+    code, _, err = run("train", "--model", "vgg16", "--restarts", "3", "--out", str(tmp_path / "run"))
+    assert code == 2
+    assert err == "thinwire: vgg16 halves the image five times and needs 32×32 pixels; this task has 8×8\n"
+
+
+def test_a_restart_says_why(tmp_path: Path) -> None:
+    task = noisy(fault="raise", rank=1, step=5, once=str(tmp_path / "raised"))
+    code, _, err = run("train", "--task", task, "--ranks", "2", "--restarts", "1", "--out", str(tmp_path / "run"))
+    assert code == 0, err
+    assert "rank 1 failed: ZeroDivisionError: a fault of the user's own; restart 1 of 1" in err
+
+
 def test_an_error_in_users_code_shows_its_rank_and_traceback(tmp_path: Path) -> None:
     task = noisy(fault="raise", rank=1, step=5)
     code, _, err = run("train", "--task", task, "--ranks", "2", "--out", str(tmp_path / "run"))
@@ -219,6 +244,9 @@ def test_ranks_and_launcher_listen_on_loopback_alone(tmp_path: Path) -> None:
     line = next(line for line in err.splitlines() if line.startswith("LISTENING"))
     addresses = line.split()[1:]
     assert addresses, "there are listeners to look at"
+    cores = len(os.sched_getaffinity(0))
+    expected = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // 2))
+    assert f"THREADS {expected}" in err
     loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
     assert set(addresses) <= loopback
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import thinwire as tw
+from tests import user_task
 from tests.worlds import ProcessWorld
 from thinwire.comm.base import Comm
 from thinwire.config import RunConfig
@@ -200,6 +202,106 @@ def test_the_config_of_a_resumed_run_repeats_it(tmp_path: Path) -> None:
     assert config.model == "mlp"
     alone(**config.model_dump())
     assert same_files(tmp_path / "run", tmp_path / "again")
+
+
+def crash_at_the_end_of_an_epoch(comm: Comm, folder: str) -> None:
+    """12 steps an epoch, a checkpoint every 4, and the process dies when rank 1 is about to write the last one."""
+    settings = {"task": "tests.user_task:noisy", "checkpoint_every": 4, "out": folder, "epochs": 2}
+    run = Run(RunConfig(**settings), comm, torch.device("cpu"))
+    save = run.checkpoints.save
+
+    def dying(step: int, make_state: Any) -> None:
+        if step == 12 and comm.rank == 1:
+            comm.barrier()
+            raise ZeroDivisionError
+        save(step, make_state)
+        if step == 12:
+            raise ZeroDivisionError
+
+    run.checkpoints.save = dying  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        run.run()
+    train(comm, {**settings, "resume": True})
+
+
+def test_a_crash_between_the_ranks_writes_does_not_spoil_the_run(process_world: ProcessWorld, tmp_path: Path) -> None:
+    process_world.run(crash_at_the_end_of_an_epoch, 4, str(tmp_path / "cut"))
+    settings = {"task": "tests.user_task:noisy", "checkpoint_every": 4, "epochs": 2}
+    process_world.run(train, 4, {**settings, "out": str(tmp_path / "whole")})
+    assert same_files(tmp_path / "whole", tmp_path / "cut")
+
+
+def randomness(comm: Comm, folder: str) -> Any:
+    run = Run(RunConfig(task="tests.user_task:noisy", out=f"{folder}/{comm.rank}"), comm, torch.device("cpu"))
+    zeros = torch.zeros(2, 1, 8, 8)
+    noise = [run._transformed(zeros)]
+    run._advance(batch=1)
+    noise.append(run._transformed(zeros))
+    run._advance(batch=0, epoch=1)
+    noise.append(run._transformed(zeros))
+    return torch.rand(1).item(), random.random(), [n.sum().item() for n in noise]
+
+
+def test_ranks_steps_and_epochs_draw_different_numbers(process_world: ProcessWorld, tmp_path: Path) -> None:
+    results = process_world.run(randomness, 3, str(tmp_path))
+    assert len({r[0] for r in results}) == 3, "dropout"
+    assert len({r[1] for r in results}) == 3
+    assert len({n for r in results for n in r[2]}) == 9, "augmentation"
+    again = process_world.run(randomness, 3, str(tmp_path / "again"))
+    assert again == results
+
+
+@pytest.mark.parametrize("setting", [{"clip_norm": 1e-6}, {"accumulate": 4}, {"autocast": True}, {"lr": 0.01}])
+def test_settings_reach_the_training(tmp_path: Path, setting: dict[str, Any]) -> None:
+    alone(task="tests.user_task:noisy", epochs=1, out=tmp_path / "plain")
+    alone(task="tests.user_task:noisy", epochs=1, out=tmp_path / "set", **setting)
+    assert not same_files(tmp_path / "plain", tmp_path / "set")
+
+
+def test_pieces_of_the_last_small_batch_are_not_too_small(tmp_path: Path) -> None:
+    alone(
+        task="synthetic(samples=39)", model="mlp(norm=True)", batch_size=32, accumulate=8, epochs=1, out=tmp_path / "x"
+    )
+
+
+def mean_loss(comm: Comm, folder: str) -> tuple[float, float]:
+    run = Run(RunConfig(out=f"{folder}/run", epochs=1), comm, torch.device("cpu"))
+    seen: list[float] = []
+    step = run.strategy.step
+
+    def listening(batch: Any) -> torch.Tensor:
+        loss = step(batch)
+        seen.append(loss.item())
+        return loss
+
+    run.strategy.step = listening  # type: ignore[method-assign]
+    run.run()
+    return sum(seen) / len(seen), read_rows(run.folder.metrics)[0]["train_loss"]
+
+
+def test_the_training_loss_is_the_mean_over_ranks(process_world: ProcessWorld, tmp_path: Path) -> None:
+    results = process_world.run(mean_loss, 3, str(tmp_path))
+    own, recorded = zip(*results, strict=True)
+    assert len(set(own)) == 3
+    assert recorded == pytest.approx([sum(own) / 3] * 3)
+
+
+def test_time_goes_on_after_a_resume(tmp_path: Path) -> None:
+    first = alone(out=tmp_path / "run", epochs=1, schedule="constant")
+    second = alone(out=tmp_path / "run", epochs=2, schedule="constant", resume=True)
+    assert second["seconds"] > first["seconds"]
+    assert second["train_seconds"] > first["train_seconds"]
+
+
+def test_other_data_or_another_model_of_the_same_name_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    alone(task="tests.user_task:changing", out=tmp_path / "run", epochs=1)
+    for change, message in (("SAMPLES", "samples: 1000 there, 900 here"), ("WIDTH", "weights: ")):
+        user_task.CHANGING[change] -= 100
+        alone(task="tests.user_task:changing", out=tmp_path / "run", epochs=1, resume=True)
+        assert message in capfd.readouterr().err
+        user_task.CHANGING[change] += 100
 
 
 def test_samples_per_second_counts_samples(tmp_path: Path) -> None:

@@ -54,6 +54,17 @@ def noisy(
     return Task(base.train, base.test, base.shape, base.classes, net, transform=transform, defaults=defaults)
 
 
+CHANGING = {"SAMPLES": 1000, "WIDTH": 132}
+
+
+def changing(data: Path | None, seed: int, /) -> Task:
+    """A task whose data and model change behind its name."""
+    base = digits(data, seed)
+    train = torch.utils.data.Subset(base.train, range(CHANGING["SAMPLES"]))
+    model = f"mlp(width={CHANGING['WIDTH']})"
+    return Task(train, base.test, base.shape, base.classes, lambda: Task.build_model(base, model))
+
+
 def _happen(fault: str) -> None:
     if fault == "raise":
         raise ZeroDivisionError("a fault of the user's own")
@@ -61,6 +72,7 @@ def _happen(fault: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "listeners":
         print("LISTENING", *sorted(_listeners()), file=sys.stderr, flush=True)
+        print("THREADS", torch.get_num_threads(), file=sys.stderr, flush=True)
 
 
 def _listeners() -> set[str]:

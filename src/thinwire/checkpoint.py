@@ -49,13 +49,21 @@ class Checkpoints:
         """Write a checkpoint and keep the last few. Collective."""
         with self.comm.ledger.purpose("checkpoint"):
             self.comm.barrier()  # from here on every rank has every earlier checkpoint
-        for old in self._steps()[: -max(self.keep - 1, 1)]:
+        for old in [s for s in self._steps() if s < step][: 1 - self.keep]:
             self._drop(old)
         tensors: dict[str, Tensor] = {}
         tree = _pack(make_state(), tensors)
+        _check_finite(tensors, step)
         data, manifest = self._files(step)
-        write_atomically(data, lambda path: _save(tensors, path))
-        text = {"format": FORMAT, "step": step, "identity": self.identity, "sha256": _hash(data), "tree": tree}
+        digest = ""
+
+        def write(path: Path) -> None:
+            nonlocal digest
+            _save(tensors, path)
+            digest = _hash(path)
+
+        write_atomically(data, write)
+        text = {"format": FORMAT, "step": step, "identity": self.identity, "sha256": digest, "tree": tree}
         write_text(manifest, json.dumps(text))
 
     def load_latest(self) -> tuple[int, Tree] | None:
@@ -75,8 +83,11 @@ class Checkpoints:
     def _set_aside(self, step: int) -> None:
         """Rename what is newer than the checkpoint in use: it must not count, but it is not ours to delete."""
         for newer in [s for s in self._steps() if s > step]:
-            manifest = self._files(newer)[1]
-            manifest.replace(manifest.with_suffix(".json.refused"))
+            for path in self._files(newer):
+                with suppress(FileNotFoundError):
+                    path.replace(path.with_name(f"{path.name}.refused"))
+        for scrap in self.folder.glob(f"step-*/.rank-{self.comm.rank}.*.new"):  # of a write that was killed
+            scrap.unlink()
 
     def _try(self, step: int, found: dict[int, Tree]) -> bool:
         try:
@@ -124,6 +135,16 @@ def _save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | Non
         save_file(tensors, path, metadata)
     except SafetensorError as error:  # how safetensors reports a full disk
         raise OSError(str(error)) from error
+
+
+def _check_finite(tensors: dict[str, Tensor], step: int) -> None:
+    """A checkpoint to go on from must be worth it: the one before still is."""
+    for path, tensor in tensors.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise RunError(
+                f"{path.strip('/')} is not finite after step {step}, so no checkpoint is written; "
+                "try a lower --lr or --clip-norm 1. The checkpoint before is kept"
+            )
 
 
 def save_model(model: nn.Module, path: Path) -> None:

@@ -89,7 +89,6 @@ def list_(
 
 def main() -> None:
     """Entry point: users' mistakes end with one message and code 2, failures with code 1."""
-    sys.path.insert(0, "")  # --task package.module:function is found from the current folder
     try:
         app(sys.argv[1:], exit_on_error=False, print_error=False)
     except CycloptsError as error:
@@ -97,6 +96,8 @@ def main() -> None:
         _stop(registry.explain(cause, "train", "--") if isinstance(cause, ValidationError) else str(error), 2)
     except ThinwireError as error:
         _stop(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        _stop("stopped", 130)
     except BrokenPipeError:  # the reader, head say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

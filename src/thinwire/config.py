@@ -70,7 +70,9 @@ class RunConfig(BaseModel):
     checkpoint_every: Annotated[
         NonNegativeInt, option(WHERE, "Steps between checkpoints; 0 = at the end of each epoch only.")
     ] = 0
-    keep: Annotated[PositiveInt, option(WHERE, "Checkpoints to keep.")] = 2
+    keep: Annotated[
+        int, Field(ge=2), option(WHERE, "Checkpoints to keep; the last but one is for when the last is damaged.")
+    ] = 2
     restarts: Annotated[
         NonNegativeInt, option(WHERE, "Times to start again from the last checkpoint when a rank dies.")
     ] = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import signal
 import sys
 import tempfile
 import threading
+from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +40,8 @@ def settle(file: Path | None, asked: dict[str, Any]) -> RunConfig:
 def launch(config: RunConfig) -> None:
     """Run a config: join the world that torchrun, srun or mpirun made, or start the ranks here."""
     world = find_world()
+    if world is not None and world.size == 1 and (config.ranks or 1) > 1:
+        world = None  # a shell that srun gave us, not a rank
     try:
         check_names(config)
         if world is not None and config.ranks not in (None, world.size):
@@ -62,7 +66,9 @@ def _start_ranks(config: RunConfig, num_ranks: int) -> None:
     # One process imports torch (and what optimizers import on first use) and forks the ranks: they start in a
     # moment and share its memory.
     multiprocessing.set_forkserver_preload(["thinwire.worker", "torch._dynamo"])
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is for the launcher alone
     forkserver.ensure_running()
+    signal.signal(signal.SIGINT, before)
 
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -75,10 +81,10 @@ def _start_ranks(config: RunConfig, num_ranks: int) -> None:
         if name.startswith("torch.distributed.elastic"):  # each has a level of its own
             logging.getLogger(name).setLevel(logging.CRITICAL)  # we report failures ourselves
     with tempfile.TemporaryDirectory(prefix="thinwire-") as logs:
-        rendezvous = LoopbackRendezvous(num_ranks, config.restarts)
+        rendezvous = LoopbackRendezvous(num_ranks, config.restarts, Path(logs))
         spec = WorkerSpec(
             role="rank", local_world_size=num_ranks, rdzv_handler=rendezvous, entrypoint=rank_main,
-            args=(config.model_dump_json(), os.getpid()), max_restarts=config.restarts, master_addr="127.0.0.1",
+            args=(config.model_dump_json(), os.getpid(), logs), max_restarts=config.restarts, master_addr="127.0.0.1",
         )  # fmt: skip
         agent = LocalElasticAgent(
             spec, DefaultLogsSpecs(log_dir=logs), start_method="forkserver", exit_barrier_timeout=10
@@ -117,21 +123,18 @@ def _specs(config: RunConfig) -> list[tuple[str, str]]:
     return [(kind, spec) for kind, spec in specs.items() if spec is not None]
 
 
-def rank_main(config_json: str, launcher: int) -> None:
+def rank_main(config_json: str, launcher: int, notes: str) -> None:
     """One rank, in its own process."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once; the launcher says so, once
     threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
-    import torch
-
     from thinwire.worker import run_rank
 
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
-    config = RunConfig.model_validate_json(config_json)
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
-        assert config.out is not None
-        config = config.model_copy(update={"resume": RunFolder(config.out).config.exists()})
-    run_rank(config)
+    try:
+        run_rank(RunConfig.model_validate_json(config_json))
+    except Exception as error:
+        note = {"rank": int(os.environ["RANK"]), "kind": type(error).__name__, "message": str(error)}
+        Path(notes, f"{note['rank']}.json").write_text(json.dumps(note))
+        raise
 
 
 def explain(failures: dict[int, ProcessFailure]) -> ThinwireError:
@@ -162,5 +165,6 @@ def _traceback(failure: ProcessFailure) -> str:
 
 def _end_with(launcher: int) -> None:
     """Leave when the launcher is gone, killed say: nobody else would end this rank."""
-    select.select([os.pidfd_open(launcher)], [], [])  # readable once it has ended
+    with suppress(OSError):  # it is gone already
+        select.select([os.pidfd_open(launcher)], [], [])  # readable once it has ended
     os._exit(1)

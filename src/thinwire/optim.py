@@ -11,6 +11,8 @@ from pydantic import Field, NonNegativeFloat
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from thinwire.errors import UsageError
+
 OptimizerFactory = Callable[[Iterable[Parameter]], Optimizer]
 Schedule = Callable[[float, float], float]  # (epochs done, epochs in all) → factor of the learning rate
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -25,6 +27,8 @@ def sgd(
     weight_decay: NonNegativeFloat = 0.0,  # higher = smaller weights
 ) -> OptimizerFactory:
     """Stochastic gradient descent with momentum."""
+    if nesterov and not momentum:
+        raise UsageError("sgd: nesterov=True needs momentum above 0; try momentum=0.9")
 
     def make(parameters: Iterable[Parameter]) -> Optimizer:
         return torch.optim.SGD(parameters, lr, momentum, weight_decay=weight_decay, nesterov=nesterov)

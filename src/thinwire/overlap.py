@@ -7,6 +7,7 @@ change, so it does not.
 """
 
 # No `from __future__ import annotations` here: DDP inspects the annotations of its hook.
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
@@ -23,6 +24,7 @@ from thinwire.errors import UsageError
 from thinwire.reducers.base import Named, Reducer, State
 
 FIRST_PARCEL_BYTES = 2**20  # small, so that the wire is busy early in the backward pass
+DDP_BUCKET_MB = 25  # DDP's own size; only when it is left alone does its first bucket stay small too
 
 
 class Exchange(Protocol):
@@ -53,15 +55,14 @@ def exchange(
 
 def parcels(model: nn.Module, parcel_mb: float) -> list[list[str]]:
     """Trainable parameters in the order their gradients come (last layer first), in parcels of about one size."""
-    groups: list[list[str]] = [[]]
-    room = min(FIRST_PARCEL_BYTES, parcel_mb * 2**20)
+    groups: list[list[str]] = []
+    room = 0.0
     for name, parameter in reversed([(n, p) for n, p in model.named_parameters() if p.requires_grad]):
-        size = parameter.numel() * parameter.element_size()
-        if groups[-1] and size > room:
+        if room <= 0:
+            room = parcel_mb * 2**20 if groups else min(FIRST_PARCEL_BYTES, parcel_mb * 2**20)
             groups.append([])
-            room = parcel_mb * 2**20
         groups[-1].append(name)
-        room -= size
+        room -= parameter.numel() * parameter.element_size()
     return groups
 
 
@@ -142,38 +143,44 @@ class Overlapped:
         self.states = [reducer.init({n: parameters[n] for n in names}) for names in self.parcels]
         self.unused_parameters = unused_parameters
         self.error: BaseException | None = None
+        self._num_handed = 0
         self._arrived: Named = {}
         self._reduced: set[str] = set()
         self._waiting: list[_Bucket] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         # Weights are made equal and buffers averaged by the strategy, where it is booked: DDP does neither.
         self.forward = DistributedDataParallel(
-            model, process_group=comm.side_group, init_sync=False, bucket_cap_mb=parcel_mb,
-            gradient_as_bucket_view=True, find_unused_parameters=unused_parameters,
+            model, process_group=comm.side_group, init_sync=False, gradient_as_bucket_view=True,
+            bucket_cap_mb=None if parcel_mb >= DDP_BUCKET_MB else parcel_mb, find_unused_parameters=unused_parameters,
         )  # fmt: skip
         self.forward.broadcast_buffers = False
-        self.forward.register_comm_hook(None, self._hand_over)
+        self.forward.register_comm_hook(weakref.ref(self), _hook)  # DDP keeps it for ever, so it must not keep us
 
     def accumulating(self) -> AbstractContextManager[Any]:
         no_sync: AbstractContextManager[Any] = self.forward.no_sync()
         return no_sync
 
     def finish(self) -> None:
-        """DDP waited for every bucket. Only the map of used parameters that it sent is left to book."""
+        """DDP waited for every bucket, if it got every gradient; book the map of used parameters that it sent."""
+        num_handed, self._num_handed = self._num_handed, 0
+        if num_handed != len(self.names):
+            raise no_gradient()
         if self.unused_parameters:
             payload = 4 * len(self.names)
             wire = all_reduce_bytes(payload, self.comm.size)
-            self.comm.book("all_reduce", payload, wire, seconds=0.0)
+            self.comm.book("all_reduce", payload, wire)
 
-    def _hand_over(self, _: None, bucket: GradBucket) -> Future[Tensor]:
+    def hand_over(self, bucket: GradBucket) -> Future[Tensor]:
+        """Give a bucket that is ready to the communication thread."""
         buffer = bucket.buffer()
         cuda = buffer.is_cuda
         future: Future[Tensor] = Future(devices=[buffer.device] if cuda else None)
         ready = torch.cuda.current_stream(buffer.device).record_event() if cuda else None
         pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
         gradients = {self.names[id(parameter)]: gradient for parameter, gradient in pairs}
+        self._num_handed += len(gradients)
         waiting = _Bucket(buffer, frozenset(gradients), future)
-        self.comm.thread.submit(self._arrive, waiting, gradients, ready)
+        self.comm.thread.submit(lambda: self._arrive(waiting, gradients, ready))
         return future
 
     def _arrive(self, bucket: _Bucket, gradients: Named, ready: torch.cuda.Event | None) -> None:
@@ -208,6 +215,13 @@ class Overlapped:
         """On a GPU, work on a stream of this thread's own, after the gradients are ready."""
         if ready is None:
             return nullcontext()
-        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
-        stream.wait_event(ready)
-        return torch.cuda.stream(stream)
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        self._streams[device].wait_event(ready)
+        return torch.cuda.stream(self._streams[device])
+
+
+def _hook(exchange: "weakref.ref[Overlapped]", bucket: GradBucket) -> Future[Tensor]:
+    overlapped = exchange()
+    assert overlapped is not None, "DDP outlived its exchange"
+    return overlapped.hand_over(bucket)

@@ -139,9 +139,10 @@ def options(target: Any, spec: Spec, num_leading: int = 0) -> dict[str, Any]:
         if name in given:
             raise UsageError(f"{spec.name}: {name} is given twice")
         given[name] = value
-    given = {name: _resolve(value, hints[name]) for name, value in given.items()}
+    given = {name: _resolve(value, hints.get(name, Any)) for name, value in given.items()}
     fields: dict[str, Any] = {
-        name: (_field_type(hints[name]), ... if p.default is p.empty else p.default) for name, p in params.items()
+        name: (_field_type(hints.get(name, Any)), ... if p.default is p.empty else p.default)
+        for name, p in params.items()
     }
     model = create_model(spec.name, __config__=ConfigDict(extra="forbid", protected_namespaces=()), **fields)
     try:

@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 
 from torch.distributed import HashStore, Store
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from thinwire.comm.joining import loopback_store
+from thinwire.errors import RunError, UsageError
 
 
 class LoopbackRendezvous(RendezvousHandler):
     """A rendezvous of one agent. torch's own open their store on every interface and break gloo on a restart."""
 
-    def __init__(self, num_ranks: int, restarts: int) -> None:
+    def __init__(self, num_ranks: int, restarts: int, notes: Path) -> None:
         self.num_ranks = num_ranks
         self.restarts = restarts
+        self.notes = notes  # where failing ranks write why
         self.num_rounds = 0
         self.store: Store | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
         if self.num_rounds:
-            print(f"a rank died; restart {self.num_rounds} of {self.restarts}", file=sys.stderr, flush=True)
+            print(f"{self._cause()}; restart {self.num_rounds} of {self.restarts}", file=sys.stderr, flush=True)
         self.num_rounds += 1
         self.store = store = loopback_store(self.num_ranks)
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", store.port))
+
+    def _cause(self) -> str:
+        """Why the last round ended. What would only happen again is raised instead."""
+        notes = [json.loads(path.read_text()) for path in sorted(self.notes.glob("*.json"))]
+        for path in self.notes.glob("*.json"):
+            path.unlink()
+        for note in notes:
+            if note["kind"] in ("UsageError", "RunError"):
+                raise (UsageError if note["kind"] == "UsageError" else RunError)(note["message"])
+        own = [note for note in notes if note["kind"] != "PeerLost"]
+        return f"rank {own[0]['rank']} failed: {own[0]['kind']}: {own[0]['message']}" if own else "a rank died"
 
     @property
     def use_agent_store(self) -> bool:

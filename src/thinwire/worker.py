@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -9,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor, nn
@@ -39,7 +43,12 @@ def run_rank(config: RunConfig) -> dict[str, Any]:
     device = _device(config, world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (world.local_size if world else 1)))
     with join(device=device) as comm:
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and config.out is not None:
+            begun = _agree(comm, RunFolder(config.out).config.exists)
+            config = config.model_copy(update={"resume": begun})
         return Run(config, comm, device).run()
 
 
@@ -64,24 +73,24 @@ class Run:
         self.clock = time.monotonic()
         self.comm = comm
         self.device = device
+        seed_everything(config.seed)
         self.task = load_task(config.task, config.data, config.seed)
         self.config = with_defaults(config, self.task, comm)
-        torch.manual_seed(config.seed)
+        seed_everything(config.seed)
         model = self.task.build_model(config.model).to(device)
         self.num_parameters = count(model)
         self.strategy = self._strategy(model)
         self.batch_size = self._get("batch_size")
         self.loader = Loader(self.task.train, self.strategy.shard, self.batch_size, seed=config.seed)
         self.num_steps = self._get("epochs") * len(self.loader)
-        torch.manual_seed(mix(config.seed, comm.rank))  # dropout differs between ranks
+        seed_everything(mix(config.seed, comm.rank))  # dropout differs between ranks
         self.folder = RunFolder(Path(_agree(comm, lambda: str(open_folder(config).path))))
-        self.checkpoints = Checkpoints(
-            self.folder.checkpoints,
-            comm,
-            self.config.model_dump(mode="json", exclude=MAY_CHANGE),
-            config.keep,
-            self._warn,
-        )
+        identity = {
+            **self.config.model_dump(mode="json", exclude=MAY_CHANGE),
+            "samples": self.loader.num_samples,
+            "weights": fingerprint(model),
+        }
+        self.checkpoints = Checkpoints(self.folder.checkpoints, comm, identity, config.keep, self._warn)
         self.at = Position()
         self.losses: list[Tensor] = []  # not yet looked at
         self.progress: Progress = Silent()
@@ -131,7 +140,7 @@ class Run:
             spent = time.monotonic() - begin
             self._advance(batch=self.at.batch + 1, step=self.at.step + 1, train_seconds=train_seconds + spent)
             every = self.config.checkpoint_every
-            save = every > 0 and self.at.step % every == 0
+            save = every > 0 and self.at.step % every == 0 and self.at.batch < len(self.loader)
             if save or len(self.losses) >= CHECK_EVERY_STEPS or self.progress.due():
                 self._look(num_samples / spent)
             if save:
@@ -263,6 +272,19 @@ class Run:
     def _say(self, text: str) -> None:
         if self.comm.rank == 0:
             print(text, file=sys.stderr, flush=True)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed every random generator that a task or model may use."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Differs for models whose state does not fit each other."""
+    shapes = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in model.state_dict().items()]
+    return hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:16]
 
 
 def with_defaults(config: RunConfig, task: Task, comm: Comm) -> RunConfig:

@@ -202,6 +202,64 @@ def test_json_of_any_length_crosses(world: World, ranks: int) -> None:
     assert world(exchange_json, ranks) == [expected] * ranks
 
 
+def booked_messages(comm: Comm) -> list[tuple[str, int, int]]:
+    if comm.rank == 0:
+        comm.send(torch.zeros(5), to=1)
+    else:
+        comm.recv(torch.zeros(5), source=0)
+    return [(row["op"], row["payload_bytes"], row["wire_bytes"]) for row in comm.ledger.rows()]
+
+
+def test_a_message_is_booked_as_sent_once(world: World) -> None:
+    assert world(booked_messages, 2) == [[("send", 20, 20)], [("recv", 20, 0)]]
+
+
+def odd_sizes(comm: Comm) -> list[list[float]]:
+    """Parts of one and three bytes in front of doubles, which must then be aligned again."""
+    n = comm.size
+    like = [torch.empty(1 + 2 * (j % 2), dtype=torch.int8) for j in range(n)]
+    comm.all_to_all([torch.ones(1 + 2 * (comm.rank % 2), dtype=torch.int8) for _ in range(n)], like)
+    parts = [torch.full((1 + j,), comm.rank + 0.5, dtype=torch.float64) for j in range(n)]
+    if comm.rank == 0:
+        parts[0] = torch.ones(3, dtype=torch.int8)
+    wanted: list[Tensor] = [torch.empty(1 + comm.rank, dtype=torch.float64) for _ in range(n)]
+    if comm.rank == 0:
+        wanted[0] = torch.empty(3, dtype=torch.int8)
+    return [part.tolist() for part in comm.all_to_all(parts, wanted)]
+
+
+def test_parts_of_different_dtypes_arrive_aligned(world: World) -> None:
+    assert world(odd_sizes, 3) == [
+        [[1, 1, 1], [1.5], [2.5]],
+        [[0.5, 0.5], [1.5, 1.5], [2.5, 2.5]],
+        [[0.5] * 3, [1.5] * 3, [2.5] * 3],
+    ]
+
+
+def never_waited(comm: Comm) -> int:
+    with comm.ledger.purpose("sync"):
+        pending = comm.start_mean(torch.zeros(100))
+    pending.wait()
+    row = comm.ledger.rows()[0]
+    assert row["purpose"] == "sync", "what counts is the purpose when it began"
+    assert row["seconds"] > 0
+    return int(row["wire_bytes"])
+
+
+def test_a_mean_is_booked_when_it_begins(world: World) -> None:
+    assert world(never_waited, 2) == [400, 400]
+
+
+def int16_is_refused(comm: Comm) -> str:
+    with pytest.raises(UsageError) as caught:
+        comm.sum(torch.zeros(2, dtype=torch.int16))
+    return str(caught.value)
+
+
+def test_gloo_says_what_it_cannot_sum(process_world: Any) -> None:
+    assert all("gloo cannot reduce torch.int16; possible:" in m for m in process_world.run(int16_is_refused, 2))
+
+
 def refused(comm: Comm) -> list[str]:
     messages = []
     for call in (

@@ -30,15 +30,28 @@ def test_a_rank_that_leaves_early_does_not_hang_the_others() -> None:
         tw.simulate(train, ranks=3)
 
 
-def test_what_finished_ranks_sent_still_arrives() -> None:
-    def train(comm: Comm) -> float:
-        if comm.rank == 0:
-            comm.send(torch.tensor([7.0]), to=1)
-            return 0.0
-        threading.Event().wait(0.05)
-        return comm.recv(torch.empty(1), source=0).item()
+def test_different_shapes_are_refused() -> None:
+    with pytest.raises(tw.UsageError, match="ranks gave different tensors"):
+        tw.simulate(lambda comm: comm.sum(torch.zeros(1 + comm.rank)), ranks=2)
 
-    assert tw.simulate(train, ranks=2) == [0.0, 7.0]
+
+def test_a_send_returns_when_it_was_received() -> None:
+    def train(comm: Comm) -> bool:
+        if comm.rank == 0:
+            comm.send(torch.zeros(1), to=1)
+            return received.is_set()
+        threading.Event().wait(0.05)
+        received.set()
+        comm.recv(torch.zeros(1), source=0)
+        return True
+
+    received = threading.Event()
+    assert tw.simulate(train, ranks=2) == [True, True]
+
+
+def test_a_send_to_a_rank_that_has_left_is_an_error() -> None:
+    with pytest.raises(tw.RunError, match="lost contact with rank 1"):
+        tw.simulate(lambda comm: comm.send(torch.zeros(1), to=1) if comm.rank == 0 else None, ranks=2)
 
 
 def test_nothing_is_left_on_the_board() -> None:

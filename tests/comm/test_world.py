@@ -70,6 +70,11 @@ def test_an_sbatch_script_is_not_a_task() -> None:
     assert find_world({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}) is None
 
 
+def test_an_unreadable_nodelist_is_named() -> None:
+    with pytest.raises(UsageError, match=r"cannot read SLURM_STEP_NODELIST '\['"):
+        first_host("[")
+
+
 def test_alone() -> None:
     assert find_world({}) is None
 
@@ -81,7 +86,14 @@ def test_nonsense_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("nodelist", "first"),
-    [("n1", "n1"), ("n1,n2", "n1"), ("n[01-04]", "n01"), ("n[3,5-7]-ib", "n3-ib"), ("a-b[1-2],c", "a-b1")],
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("n[01-04]", "n01"),
+        ("n[3,5-7]-ib", "n3-ib"),
+        ("a-b[1-2],c", "a-b1"),
+        ("r[1-2]n[3-4]", "r1n3"),
+    ],
 )
 def test_first_host(nodelist: str, first: str) -> None:
     assert first_host(nodelist) == first

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +17,10 @@ import thinwire as tw
 from tests.strategies.test_laws import MODELS, batches, same, sgd, steps, trainer, weights
 from thinwire.comm.base import Comm
 from thinwire.comm.ledger import all_reduce_bytes
-from thinwire.reducers.base import Reducer
+from thinwire.reducers.base import Named, Reduced, Reducer, State
+from thinwire.reducers.mean import mean
+from thinwire.strategies.base import Recipe
+from thinwire.strategies.data_parallel import DataParallel
 
 World = Callable[..., list[Any]]
 
@@ -132,6 +138,96 @@ def test_batchnorm_statistics_are_local_in_training_and_averaged_in_the_result(w
         assert counter == 3
 
 
+def counting() -> Reducer:
+    """The exact mean, plus how often each parameter was reduced: a state that every step needs and changes."""
+
+    def reduce(tensors: Named, state: State, comm: Comm) -> Reduced:
+        THREADS.add(threading.current_thread().name)
+        out = mean().reduce(tensors, {}, comm)
+        counted = {name: state[name] + 1 for name in tensors}
+        return Reduced({n: t + counted[n] * 1e-3 for n, t in out.mean.items()}, out.sent, counted)
+
+    return Reducer(lambda tensors: {name: torch.zeros(()) for name in tensors}, reduce)
+
+
+THREADS: set[str] = set()
+
+
+def with_counting(comm: Comm) -> tuple[dict[str, Tensor], dict[str, Tensor], list[int], set[str]]:
+    THREADS.clear()
+
+    def begin() -> DataParallel:
+        recipe = Recipe(nn.functional.cross_entropy, sgd)
+        return DataParallel(copy.deepcopy(DEEP), recipe, comm, reducer=counting(), parcel_mb=0.02)
+
+    data = batches(6, 24)
+    straight, before, after = begin(), begin(), begin()
+    steps(straight, data)
+    steps(before, data[:2])
+    after.load_state_dict(copy.deepcopy(before.state_dict()))
+    steps(after, data[2:])
+    counts = sorted({int(c) for state in after.exchange.states for c in state.values()})
+    return weights(straight.consolidate()), weights(after.consolidate()), counts, set(THREADS)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_reducer_state_goes_from_step_to_step_and_through_a_resume(world: World, ranks: int) -> None:
+    for straight, resumed, counts, _ in world(with_counting, ranks):
+        assert counts == [6]
+        assert same(straight, resumed)
+
+
+def test_processes_reduce_on_the_communication_thread(process_world: Any) -> None:
+    for *_, threads in process_world.run(with_counting, 2):
+        assert threads == {"thinwire-world"}
+
+
+def test_parcels_that_span_buckets_give_the_means_of_the_whole(process_world: Any) -> None:
+    """Threads exchange after the backward pass, processes bucket by bucket."""
+    (on_threads, *_), *_ = tw.simulate(with_counting, ranks=4)
+    for on_processes, *_ in process_world.run(with_counting, 4):
+        for name in on_threads:
+            torch.testing.assert_close(on_threads[name], on_processes[name], rtol=1e-4, atol=1e-5)
+
+
+def forgotten_trainers(comm: Comm) -> int:
+    models = []
+    for _ in range(3):
+        strategy = trainer(comm, "data_parallel")
+        steps(strategy, batches(2, 24))
+        models.append(weakref.ref(strategy.model))
+        del strategy
+    gc.collect()
+    return sum(model() is not None for model in models)
+
+
+def test_a_trainer_that_is_no_longer_used_is_freed(world: World) -> None:
+    assert world(forgotten_trainers, 2) == [0, 0]
+
+
+def accumulated_bytes(comm: Comm, pieces: int) -> int:
+    strategy = trainer(comm, "data_parallel", accumulate=pieces)
+    steps(strategy, batches(2, 24))
+    return sum(row["wire_bytes"] for row in comm.ledger.rows() if row["purpose"] == "train")
+
+
+def test_pieces_of_a_batch_are_sent_once(world: World) -> None:
+    assert world(accumulated_bytes, 2, 3) == world(accumulated_bytes, 2, 1)
+
+
+def autocast_differs(comm: Comm) -> bool:
+    results = []
+    for autocast in (False, True):
+        strategy = trainer(comm, "data_parallel", autocast=autocast)
+        steps(strategy, batches(2, 24))
+        results.append(weights(strategy.consolidate()))
+    return same(*results)
+
+
+def test_autocast_is_used(world: World) -> None:
+    assert world(autocast_differs, 2) == [False, False]
+
+
 class Broken(Exception):
     """Not a RuntimeError, so nothing of torch's could be mistaken for it."""
 
@@ -139,9 +235,6 @@ class Broken(Exception):
 def broken_reducer(comm: Comm) -> str:
     def reduce(tensors: Any, state: Any, comm: Comm) -> Any:
         raise Broken("the reducer's own error")
-
-    from thinwire.strategies.base import Recipe
-    from thinwire.strategies.data_parallel import DataParallel
 
     recipe = Recipe(nn.functional.cross_entropy, sgd)
     strategy = DataParallel(copy.deepcopy(PLAIN), recipe, comm, reducer=Reducer(lambda tensors: {}, reduce))
@@ -177,18 +270,33 @@ def train_branches(comm: Comm, spec: str) -> dict[str, Tensor]:
     return weights(strategy.consolidate())
 
 
-def test_parameters_without_gradient_are_allowed_on_request(world: World) -> None:
-    results = world(train_branches, 2, "data_parallel(unused_parameters=True)")
-    assert same(results[0], results[1])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_parameters_without_gradient_are_allowed_on_request(world: World, ranks: int) -> None:
+    results = world(train_branches, ranks, "data_parallel(unused_parameters=True)")
+    assert all(same(results[0], other) for other in results)
     alone = tw.simulate(lambda comm: train_branches(comm, "data_parallel(unused_parameters=True)"), ranks=1)[0]
     for name in alone:
         torch.testing.assert_close(results[0][name], alone[name], rtol=1e-5, atol=1e-6)
 
 
 def refuse_branches(comm: Comm) -> str:
+    loss = nn.functional.cross_entropy
+    strategy = tw.prepare("data_parallel", model=copy.deepcopy(BRANCHES), optimizer=sgd, loss=loss, comm=comm)
+    before = weights(strategy.model)
     with pytest.raises(tw.UsageError) as caught:
-        train_branches(comm, "data_parallel")
+        steps(strategy, batches(1, 24))
+    assert same(before, weights(strategy.model)), "nothing is done with half of the gradients"
     return str(caught.value)
+
+
+def used_map_bytes(comm: Comm) -> list[int]:
+    train_branches(comm, "data_parallel(unused_parameters=True)")
+    return [row["payload_bytes"] for row in comm.ledger.rows() if row["purpose"] == "train"]
+
+
+def test_the_map_of_used_parameters_is_booked(world: World) -> None:
+    gradients, used_map = 4 * 2 * (6 * 3 + 3), 4 * 4
+    assert world(used_map_bytes, 2) == [[4 * (gradients + used_map)]] * 2
 
 
 def test_parameters_without_gradient_are_explained_otherwise(world: World) -> None:

@@ -189,7 +189,12 @@ def plain_parameters(data: Path | None, seed: int, *, width: int = 3) -> Task:
     return load_task(f"synthetic(width={width})", data, seed)
 
 
+def without_types(data, seed, turns=2):  # type: ignore[no-untyped-def]
+    return load_task(f"synthetic(depth={turns})", data, seed)
+
+
 def test_users_own_tasks() -> None:
+    assert load_task("tests.tasks.test_tasks:without_types(turns=3)", None, 0).model == "mlp(width=256, depth=3)"
     assert load_task("tests.tasks.test_tasks:plain_parameters(width=5)", None, 0).model == "mlp(width=5, depth=2)"
     assert isinstance(load_task("tests.user_task:noisy(step=4)", None, 0), Task)
     for text, message in [

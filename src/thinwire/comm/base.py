@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import ledger as formulas
-from thinwire.comm.ledger import Ledger
+from thinwire.comm.ledger import Ledger, Total
 from thinwire.errors import UsageError
 
 T = TypeVar("T")
@@ -91,7 +91,7 @@ class Comm(ABC):
         return self._booked("broadcast", payload, wire, lambda: self._broadcast(tensor, root))
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Send to one rank, which must call recv."""
+        """Send to one rank, which must call recv; returns once it has, so two ranks must not both send first."""
         self._booked("send", _bytes(tensor), _bytes(tensor), lambda: self._send(tensor, to))
 
     def recv(self, like: Tensor, source: int) -> Tensor:
@@ -101,6 +101,9 @@ class Comm(ABC):
     def barrier(self) -> None:
         """Return once every rank is here."""
         self.sum(torch.zeros(1))
+
+    def close(self) -> None:  # noqa: B027
+        """Give back what this group holds: threads, connections."""
 
     @abstractmethod
     def split(self, groups: Sequence[Sequence[int]], link: str) -> Comm:
@@ -132,9 +135,9 @@ class Comm(ABC):
         self.book(op, payload, wire, time.perf_counter() - begin)
         return result
 
-    def book(self, op: str, payload: int, wire: int, seconds: float) -> None:
+    def book(self, op: str, payload: int, wire: int, seconds: float = 0.0) -> Total:
         """Enter an operation of this group in the ledger; for traffic that others cause on our behalf."""
-        self.ledger.book(self.link, op, ranks=self.size, payload_bytes=payload, wire_bytes=wire, seconds=seconds)
+        return self.ledger.book(self.link, op, ranks=self.size, payload_bytes=payload, wire_bytes=wire, seconds=seconds)
 
     def _group_of_mine(self, groups: Sequence[Sequence[int]]) -> list[int]:
         """Check a partition of the ranks; returns the group that this rank is in."""
@@ -144,20 +147,20 @@ class Comm(ABC):
 
 
 class _Mean:
-    """A sum under way that is divided by n when it arrives; booked by whoever waits for it."""
+    """A sum under way that is divided by n when it arrives; its bytes are booked when it begins."""
 
     def __init__(self, comm: Comm, tensor: Tensor) -> None:
         self.comm = comm
         self.begin = time.perf_counter()
         self.pending = comm._start_reduce(tensor, "sum")
+        payload = _bytes(tensor)
+        self.line = comm.book("all_reduce", payload, formulas.all_reduce_bytes(payload, comm.size))
         self.result: Tensor | None = None
 
     def wait(self) -> Tensor:
         if self.result is None:
             self.result = self.pending.wait().div_(self.comm.size)
-            payload = _bytes(self.result)
-            wire = formulas.all_reduce_bytes(payload, self.comm.size)
-            self.comm.book("all_reduce", payload, wire, time.perf_counter() - self.begin)
+            self.comm.ledger.spend(self.line, time.perf_counter() - self.begin)
         return self.result
 
     def done(self) -> bool:

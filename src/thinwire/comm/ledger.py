@@ -35,7 +35,7 @@ class Ledger:
 
     >>> ledger = Ledger()
     >>> with ledger.purpose("eval"):
-    ...     ledger.book("world", "all_reduce", ranks=4, payload_bytes=400, wire_bytes=600, seconds=0.1)
+    ...     line = ledger.book("world", "all_reduce", ranks=4, payload_bytes=400, wire_bytes=600, seconds=0.1)
     >>> ledger.wire_bytes, ledger.rows()[0]["purpose"]
     (600, 'eval')
     """
@@ -48,27 +48,42 @@ class Ledger:
     @contextmanager
     def purpose(self, purpose: Purpose) -> Iterator[None]:
         """Book what this thread sends inside the block under a purpose; outside of any block it is "train"."""
-        before = getattr(self._purpose, "now", "train")
+        before = self.current_purpose
         self._purpose.now = purpose
         try:
             yield
         finally:
             self._purpose.now = before
 
-    def book(self, link: str, op: str, *, ranks: int, payload_bytes: int, wire_bytes: int, seconds: float) -> None:
-        """Add one operation."""
-        key = Key(getattr(self._purpose, "now", "train"), link, op, ranks)
+    @property
+    def current_purpose(self) -> Purpose:
+        """What this thread is doing."""
+        purpose: Purpose = getattr(self._purpose, "now", "train")
+        return purpose
+
+    def book(
+        self, link: str, op: str, *, ranks: int, payload_bytes: int, wire_bytes: int, seconds: float = 0.0
+    ) -> Total:
+        """Add one operation; returns the line that it is in, for `spend`."""
+        key = Key(self.current_purpose, link, op, ranks)
         with self._lock:
             total = self.totals.setdefault(key, Total())
             total.calls += 1
             total.payload_bytes += payload_bytes
             total.wire_bytes += wire_bytes
             total.seconds += seconds
+            return total
+
+    def spend(self, line: Total, seconds: float) -> None:
+        """Add time to an operation that was booked when it began."""
+        with self._lock:
+            line.seconds += seconds
 
     @property
     def wire_bytes(self) -> int:
         """All bytes sent so far."""
-        return sum(total.wire_bytes for total in self.totals.values())
+        with self._lock:
+            return sum(total.wire_bytes for total in self.totals.values())
 
     def rows(self) -> list[dict[str, Any]]:
         """The totals as plain rows, for JSON."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.distributed import GradBucket as GradBucket
 
 from thinwire.comm.base import Comm, Op, Pending
-from thinwire.comm.ledger import Ledger
+from thinwire.comm.ledger import Ledger, Purpose
 from thinwire.errors import PeerLost, UsageError
 
 T = TypeVar("T")
@@ -38,10 +39,10 @@ class ProcessComm(Comm):
         self.rank = self.group.rank()
         self.size = self.group.size()
         self.link = link
-        self.backend = dist.get_backend(self.group)
+        self.backend = "nccl" if dist.get_backend(self.group) == "nccl" else "gloo"
         self.ledger = ledger
         self.wire_device = torch.device("cpu") if self.backend == "gloo" else device
-        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"thinwire-{link}")
+        self.thread = CommThread(f"thinwire-{link}", ledger)
         self._parts: list[ProcessComm] = []
 
     def split(self, groups: Sequence[Sequence[int]], link: str) -> ProcessComm:
@@ -55,10 +56,13 @@ class ProcessComm(Comm):
         return part
 
     def close(self) -> None:
-        """End the communication threads of this group and of those split from it."""
+        """End the communication thread and the groups that were made for this one, and those split from it."""
+        self.thread.close()
         for part in self._parts:
             part.close()
-        self.thread.shutdown(wait=False, cancel_futures=True)
+            dist.destroy_process_group(part.group)
+        self._parts.clear()
+        dist.destroy_process_group(self.side_group)
 
     def _start_reduce(self, tensor: Tensor, op: Op) -> Pending:
         if self.backend == "gloo" and tensor.dtype not in GLOO_SUMS:
@@ -107,6 +111,31 @@ class ProcessComm(Comm):
         return staged.copy_(tensor.detach())
 
 
+class CommThread:
+    """One thread that does what it is given, in order. It ends with the process, whatever it is waiting for."""
+
+    def __init__(self, name: str, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self._work: queue.SimpleQueue[tuple[Purpose, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def submit(self, run: Callable[[], None]) -> None:
+        """Have a function run, after all earlier ones, under the purpose that the caller has now."""
+        if not self._thread.ident:
+            self._thread.start()
+        self._work.put((self.ledger.current_purpose, run))
+
+    def close(self) -> None:
+        self._work.put(None)
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            purpose, run = item
+            with self.ledger.purpose(purpose):
+                run()
+            del item, run  # and with it what it refers to, before the next one comes
+
+
 def _new_pair(ranks: list[int], backend: str) -> _Pair:
     return dist.new_group(ranks, backend=backend), dist.new_group(ranks, backend=backend)
 
@@ -122,7 +151,8 @@ class _Work:
     def wait(self) -> Tensor:
         if self.work is not None:
             _guarded(self.work.wait)
-        return self.tensor.to(self.device, non_blocking=True)  # pinned, and kept until the copy is done
+        to_gpu = self.device.type == "cuda"  # from pinned memory, which is kept until the copy is done
+        return self.tensor.to(self.device, non_blocking=to_gpu)
 
     def done(self) -> bool:
         return self.work is None or bool(self.work.is_completed())

@@ -46,7 +46,15 @@ class Board:
             self.taken[slot] = self.taken.get(slot, 0) + 1
             if self.taken[slot] == readers:
                 del self.posts[slot], self.taken[slot]
+                self.changed.notify_all()
             return value
+
+    def until_taken(self, slot: Slot, reader: int) -> None:
+        """Wait until a rank has taken a post."""
+        with self.changed:
+            self.changed.wait_for(lambda: slot not in self.posts or reader in self.ended)
+            if slot in self.posts:
+                raise PeerLost(f"lost contact with rank {reader} ({self.ended[reader]})")
 
     def has(self, slots: Sequence[Slot]) -> bool:
         with self.changed:
@@ -112,7 +120,9 @@ class ThreadComm(Comm):
         return sent.to(tensor.device, copy=True)
 
     def _send(self, tensor: Tensor, to: int) -> None:
-        self.board.post(self._message(self.rank, to), tensor.detach().clone())
+        slot = self._message(self.rank, to)
+        self.board.post(slot, tensor.detach().clone())
+        self.board.until_taken(slot, self.members[to])
 
     def _recv(self, like: Tensor, source: int) -> Tensor:
         sent: Tensor = self._take(self._message(source, self.rank), source, readers=1)
@@ -136,6 +146,9 @@ class _Reduction:
     def wait(self) -> Tensor:
         if self.result is None:
             first, *rest = self.collect()
+            if any(part.shape != first.shape or part.dtype != first.dtype for part in rest):
+                given = [(tuple(part.shape), part.dtype) for part in (first, *rest)]
+                raise UsageError(f"{self.op}: ranks gave different tensors: {given}")
             result = first.clone()
             for part in rest:
                 result = COMBINE[self.op](result, part.to(first.device))

@@ -74,13 +74,13 @@ def _address(env: Mapping[str, str], launcher: str, one_host: bool) -> str:
 def first_host(nodelist: str) -> str:
     """The first host of a Slurm node list.
 
-    >>> first_host("gpu[03-07,9],login1"), first_host("a1,a2"), first_host("lone")
-    ('gpu03', 'a1', 'lone')
+    >>> first_host("gpu[03-07,9],login1"), first_host("a1,a2"), first_host("rack[1-2]n[5,7]")
+    ('gpu03', 'a1', 'rack1n5')
     """
-    match = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?", nodelist)
-    if not match:
+    host = re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodelist).split(",")[0]
+    if not re.fullmatch(r"[\w.-]+", host):
         raise UsageError(f"cannot read SLURM_STEP_NODELIST '{nodelist}'; set MASTER_ADDR to rank 0's host")
-    return "".join(part or "" for part in match.groups())
+    return host
 
 
 def _slurm_local(env: Mapping[str, str], num_ranks: int) -> int:

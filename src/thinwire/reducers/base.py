@@ -24,8 +24,9 @@ class Reduced(NamedTuple):
 class Reducer(NamedTuple):
     """A pair of functions: `init` makes the state for some tensors, `reduce` averages them.
 
-    `reduce` never changes its inputs and is written as if communication were instant; running it beside the
-    backward pass is the business of `thinwire.overlap`.
+    `reduce` never changes its inputs, and copies what it wants to keep of them: they are overwritten as soon as it
+    returns. It is written as if communication were instant; running it beside the backward pass is the business of
+    `thinwire.overlap`.
     """
 
     init: Callable[[Named], State]

@@ -106,21 +106,35 @@ class Learner:
         self.num_steps = state["num_steps"]
 
     def _pieces(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        return tensor.tensor_split(min(self.recipe.accumulate, len(tensor)))
+        return tensor.tensor_split(max(1, min(self.recipe.accumulate, len(tensor) // 2)))  # BatchNorm needs two
 
 
 def replicate(model: nn.Module, comm: Comm) -> None:
     """Give every rank rank 0's parameters and buffers."""
-    with comm.ledger.purpose("start"), torch.no_grad():
-        for tensor in model.state_dict().values():
-            tensor.copy_(comm.broadcast(tensor))
+    with comm.ledger.purpose("start"):
+        _in_one_go([*model.parameters(), *model.buffers()], comm.broadcast)
 
 
 def average_buffers(model: nn.Module, comm: Comm) -> None:
-    """Make buffers equal on all ranks: the mean of floating-point ones, rank 0's value of the others."""
-    with comm.ledger.purpose("sync"), torch.no_grad():
-        for buffer in model.buffers():
-            buffer.copy_(comm.mean(buffer) if buffer.is_floating_point() else comm.broadcast(buffer))
+    """Make buffers equal on all ranks: the mean of floating-point ones, rank 0's value of the others.
+
+    Only those that are part of the model's state: the others are caches that every rank computes for itself.
+    """
+    state = model.state_dict()
+    buffers = [buffer for name, buffer in model.named_buffers() if name in state]
+    with comm.ledger.purpose("sync"):
+        _in_one_go([b for b in buffers if b.is_floating_point()], comm.mean)
+        _in_one_go([b for b in buffers if not b.is_floating_point()], comm.broadcast)
+
+
+@torch.no_grad()
+def _in_one_go(tensors: list[Tensor], operation: Callable[[Tensor], Tensor]) -> None:
+    """Replace tensors by what an operation makes of them, all of one dtype together: one round trip, not many."""
+    for dtype in dict.fromkeys(t.dtype for t in tensors):
+        same = [t for t in tensors if t.dtype == dtype]
+        flat = operation(torch.cat([t.reshape(-1) for t in same]))
+        for tensor, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
 
 
 def prepare(

@@ -62,4 +62,6 @@ class DataParallel:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.learner.load_state_dict(state["learner"])
-        self.exchange.states = state["reducer"]
+        device = next(self.model.parameters()).device
+        assert len(state["reducer"]) == len(self.exchange.states), "the parcels of another model"
+        self.exchange.states = [{name: t.to(device) for name, t in s.items()} for s in state["reducer"]]

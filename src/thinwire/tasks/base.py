@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,6 +77,8 @@ def check_task(text: str) -> None:
 
 
 def _import(module: str, function: str, text: str) -> Any:
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # modules are looked for in the current folder too
     try:
         found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:

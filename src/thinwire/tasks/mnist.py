@@ -37,12 +37,12 @@ def _normalise(images: Tensor, generator: Generator | None) -> Tensor:
 def _read(data: Path | None, name: str) -> Tensor:
     """An idx file: two zero bytes, type 8 (unsigned byte), number of dimensions, their sizes, then the values."""
     path = find_file(data, "mnist", name, f"{name}.gz", name.replace("-idx", ".idx"))
-    raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         zero, kind, rank = struct.unpack_from(">HBB", raw)
         sizes = struct.unpack_from(f">{rank}I", raw, 4)
         if zero or kind != 8:
             raise ValueError("not an idx file of unsigned bytes")
         return torch.frombuffer(bytearray(raw[4 + 4 * rank :]), dtype=torch.uint8).reshape(sizes)
-    except (ValueError, RuntimeError, struct.error) as error:
+    except (ValueError, RuntimeError, EOFError, OSError, struct.error) as error:
         raise UsageError(f"{path} is damaged or not MNIST's ({error}); fetch it again") from None

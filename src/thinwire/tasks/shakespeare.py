@@ -25,7 +25,10 @@ def shakespeare(
     The last tenth of the text is the test set.
     """
     path = find_file(data, "shakespeare", "shakespeare.txt", "input.txt")
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text ({error}); convert it first") from None
     alphabet = sorted(set(text))
     index = {character: i for i, character in enumerate(alphabet)}
     codes = torch.tensor([index[character] for character in text])
