@@ -8,7 +8,7 @@ demo: install  ## train the default task on four ranks and show what it sent
 	$(BIN)/thinwire train --task digits --ranks 4
 
 test: install check  ## everything that must hold
-	$(BIN)/python -m pytest -n 2 --dist loadscope
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: install  ## style, types, spelling
 	$(BIN)/ruff format --check .

@@ -1,4 +1,4 @@
-"""A task of your own: thinwire train --task "examples.own_task:spirals(turns=1.5)" --ranks 2 --epochs 30"""
+"""A task of your own: thinwire train --task "examples.own_task:spirals(turns=1.5)" --ranks 2 --epochs 10"""
 
 from pathlib import Path
 
