@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch._dynamo  # noqa: F401  # the first optimizer would import it, and it sets an environment variable
+import torch
+import torch._dynamo  # the first optimizer would import it, and it sets an environment variable
 import torch.distributed as dist
 
 from tests.worlds import ProcessWorld, on_threads
+
+torch.set_num_threads(1)  # tests run beside each other, one a core
 
 
 @pytest.fixture(scope="session")
