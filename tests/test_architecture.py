@@ -19,7 +19,7 @@ LAYERS = [
     {"reducers"},
     {"overlap", "checkpoint"},
     {"strategies", "tasks"},
-    {"evaluation", "summary"},
+    {"evaluation", "summary", "startup"},
     {"worker", "rendezvous"},
     {"launch"},
     {"cli"},

@@ -22,8 +22,9 @@ from thinwire.errors import RunError
 from thinwire.evaluation import evaluate
 from thinwire.launch import settle
 from thinwire.records import read_rows
+from thinwire.startup import with_defaults
 from thinwire.tasks.base import load_task
-from thinwire.worker import Run, with_defaults
+from thinwire.worker import Run
 
 SUMMARY_KEYS = {
     "task", "strategy", "ranks", "nodes", "link", "seed", "epochs", "steps", "seconds", "train_seconds", "metric",

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import random
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor, nn
@@ -20,34 +16,33 @@ from torch import Tensor, nn
 from thinwire import checkpoint, registry
 from thinwire.checkpoint import Checkpoints
 from thinwire.comm.base import Comm, gather_json
-from thinwire.comm.joining import join, pick_device
-from thinwire.comm.world import World, find_world
-from thinwire.config import MAY_CHANGE, RunConfig, make_config
+from thinwire.comm.joining import join
+from thinwire.comm.world import find_world
+from thinwire.config import MAY_CHANGE, RunConfig
 from thinwire.data import Loader, mix
-from thinwire.errors import PeerLost, RunError, ThinwireError, UsageError, unknown
+from thinwire.errors import PeerLost, RunError, ThinwireError, UsageError
 from thinwire.evaluation import evaluate
 from thinwire.progress import Progress, Shown, Silent, result_table
 from thinwire.records import RunFolder
+from thinwire.startup import agree, choose_device, fingerprint, open_folder, seed_everything, with_defaults
 from thinwire.strategies.base import Recipe, Strategy
 from thinwire.summary import count, peak_memory, summarise
-from thinwire.tasks.base import Task, load_task
+from thinwire.tasks.base import load_task
 
-T = TypeVar("T")
 CHECK_EVERY_STEPS = 20  # how often losses are looked at; on a GPU each look waits for it
-FALLBACK = {"epochs": 10, "batch_size": 32, "lr": 0.1, "optimizer": "sgd", "schedule": "cosine"}
 
 
 def run_rank(config: RunConfig) -> dict[str, Any]:
     """Train as one rank of the world that this process is in; returns the summary."""
     world = find_world()
-    device = _device(config, world)
+    device = choose_device(config, world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (world.local_size if world else 1)))
     with join(device=device) as comm:
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and config.out is not None:
-            begun = _agree(comm, RunFolder(config.out).config.exists)
+            begun = agree(comm, RunFolder(config.out).config.exists)
             config = config.model_copy(update={"resume": begun})
         return Run(config, comm, device).run()
 
@@ -84,7 +79,7 @@ class Run:
         self.loader = Loader(self.task.train, self.strategy.shard, self.batch_size, seed=config.seed)
         self.num_steps = self._get("epochs") * len(self.loader)
         seed_everything(mix(config.seed, comm.rank))  # dropout differs between ranks
-        self.folder = RunFolder(Path(_agree(comm, lambda: str(open_folder(config).path))))
+        self.folder = RunFolder(Path(agree(comm, lambda: str(open_folder(config).path))))
         identity = {
             **self.config.model_dump(mode="json", exclude=MAY_CHANGE),
             "samples": self.loader.num_samples,
@@ -272,59 +267,3 @@ class Run:
     def _say(self, text: str) -> None:
         if self.comm.rank == 0:
             print(text, file=sys.stderr, flush=True)
-
-
-def seed_everything(seed: int) -> None:
-    """Seed every random generator that a task or model may use."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-
-
-def fingerprint(model: nn.Module) -> str:
-    """Differs for models whose state does not fit each other."""
-    shapes = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in model.state_dict().items()]
-    return hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:16]
-
-
-def with_defaults(config: RunConfig, task: Task, comm: Comm) -> RunConfig:
-    """The config with every open setting filled in from the task."""
-    for name in task.defaults:
-        if name not in RunConfig.model_fields:
-            raise unknown("setting in the task's defaults", name, RunConfig.model_fields)
-    own_model = {"model": task.model} if isinstance(task.model, str) else {}
-    filled = {**FALLBACK, **own_model, **task.defaults, "ranks": comm.size}
-    open_settings = {name: value for name, value in filled.items() if getattr(config, name) is None}
-    return make_config(config.model_dump(), open_settings, source=f"defaults of {config.task}")
-
-
-def open_folder(config: RunConfig) -> RunFolder:
-    """The folder to write to: that of the run to resume, or one for a new run."""
-    return RunFolder.existing(config.out) if config.resume else RunFolder.new(config)
-
-
-def _device(config: RunConfig, world: World | None) -> torch.device:
-    if config.device == "cpu":
-        return torch.device("cpu")
-    device = pick_device(world)
-    if config.device == "cuda" and device.type != "cuda":
-        raise UsageError(
-            "--device cuda, but torch finds no GPU here; use --device cpu or install a CUDA build of torch"
-        )
-    return device
-
-
-def _agree(comm: Comm, run: Callable[[], T]) -> T:
-    """Do something on rank 0 alone and give every rank its JSON result, or its error."""
-    answer: dict[str, Any] = {}
-    if comm.rank == 0:
-        try:
-            answer = {"value": run()}
-        except ThinwireError as error:
-            answer = {"error": str(error), "usage": isinstance(error, UsageError)}
-    with comm.ledger.purpose("start"):
-        answer = gather_json(comm, answer)[0]
-    if "error" in answer:
-        raise (UsageError if answer["usage"] else RunError)(answer["error"])
-    value: T = answer["value"]
-    return value
