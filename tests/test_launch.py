@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,16 @@ from tests.test_worker import same_files, timeless
 from thinwire.records import read_rows
 
 ROOT = Path(__file__).parent.parent
-FAST = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
+SCRATCH = tempfile.mkdtemp(prefix="tw-")  # short: the path of a socket has a limit
+FAST = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100", "TMPDIR": SCRATCH}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scratch() -> Iterator[None]:
+    """What killed runs leave in the folder for temporary files goes with it."""
+    Path(SCRATCH).mkdir(exist_ok=True)
+    yield
+    shutil.rmtree(SCRATCH)
 
 
 def start(*args: str, env: dict[str, str] = FAST, program: tuple[str, ...] = ("-m", "thinwire")) -> Any:
@@ -68,6 +80,7 @@ def noisy(**options: Any) -> str:
 def test_train_prints_a_table_and_leaves_no_process(tmp_path: Path) -> None:
     code, out, err = run("train", "--ranks", "2", "--epochs", "2", "--out", str(tmp_path / "run"))
     assert code == 0, err
+    assert os.listdir(SCRATCH) == [], "temporary files were left"
     assert "digits · data_parallel · 2 ranks · accuracy" in out
     assert "all_reduce" in out
     assert "epoch 2/2" in err
@@ -149,6 +162,7 @@ def test_an_error_in_users_code_shows_its_rank_and_traceback(tmp_path: Path) -> 
     task = noisy(fault="raise", rank=1, step=5)
     code, _, err = run("train", "--task", task, "--ranks", "2", "--out", str(tmp_path / "run"))
     assert code == 1
+    assert [p for p in os.listdir(SCRATCH) if "errorfile" in p] == [], "temporary files were left"
     assert "rank 1 failed: ZeroDivisionError: a fault of the user's own" in err
     assert "user_task.py" in err
     assert "lost contact" not in err
@@ -201,7 +215,7 @@ def test_a_process_can_join_leave_and_join_again(tmp_path: Path) -> None:
         "for i in range(4):\n"
         "    with tw.join() as comm:\n"
         "        assert comm.sum(torch.ones(1000))[0] == 2\n"
-        "print('joined', i + 1, 'times', flush=True)\n"
+        "import os; os.write(1, f'joined {i + 1} times\\n'.encode())\n"
     )
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])

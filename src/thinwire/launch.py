@@ -69,7 +69,15 @@ def _start_ranks(config: RunConfig, num_ranks: int) -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is for the launcher alone
     forkserver.ensure_running()
     signal.signal(signal.SIGINT, before)
+    with tempfile.TemporaryDirectory(prefix="thinwire-") as scratch:
+        tempfile.tempdir = scratch  # torch leaves files behind when ranks fail
+        try:
+            _run_agent(config, num_ranks, scratch)
+        finally:
+            tempfile.tempdir = None
 
+
+def _run_agent(config: RunConfig, num_ranks: int, scratch: str) -> None:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -80,21 +88,20 @@ def _start_ranks(config: RunConfig, num_ranks: int) -> None:
     for name in logging.root.manager.loggerDict:
         if name.startswith("torch.distributed.elastic"):  # each has a level of its own
             logging.getLogger(name).setLevel(logging.CRITICAL)  # we report failures ourselves
-    with tempfile.TemporaryDirectory(prefix="thinwire-") as logs:
-        rendezvous = LoopbackRendezvous(num_ranks, config.restarts, Path(logs))
-        spec = WorkerSpec(
-            role="rank", local_world_size=num_ranks, rdzv_handler=rendezvous, entrypoint=rank_main,
-            args=(config.model_dump_json(), os.getpid(), logs), max_restarts=config.restarts, master_addr="127.0.0.1",
-        )  # fmt: skip
-        agent = LocalElasticAgent(
-            spec, DefaultLogsSpecs(log_dir=logs), start_method="forkserver", exit_barrier_timeout=10
-        )
-        try:
-            result = agent.run()
-        except SignalException as stopped:
-            raise Stopped(f"stopped by {stopped.sigval.name}; --resume goes on from the last checkpoint") from None
-        if result.is_failed():
-            raise explain(result.failures)
+    rendezvous = LoopbackRendezvous(num_ranks, config.restarts, Path(scratch))
+    spec = WorkerSpec(
+        role="rank", local_world_size=num_ranks, rdzv_handler=rendezvous, entrypoint=rank_main,
+        args=(config.model_dump_json(), os.getpid(), scratch), max_restarts=config.restarts, master_addr="127.0.0.1",
+    )  # fmt: skip
+    agent = LocalElasticAgent(
+        spec, DefaultLogsSpecs(log_dir=scratch), start_method="forkserver", exit_barrier_timeout=10
+    )
+    try:
+        result = agent.run()
+    except SignalException as stopped:
+        raise Stopped(f"stopped by {stopped.sigval.name}; --resume goes on from the last checkpoint") from None
+    if result.is_failed():
+        raise explain(result.failures)
 
 
 def check_names(config: RunConfig) -> None:
