@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing.util
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +25,6 @@ def process_world() -> Iterator[ProcessWorld]:
     world = ProcessWorld()
     yield world
     world.close()
-    shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)  # xdist's workers leave without it
 
 
 @pytest.fixture(params=["threads", "processes"])
