@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import thinwire
+from thinwire import registry
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
@@ -64,15 +65,19 @@ def call(command: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_the_demo_reaches_95_percent(tmp_path: Path) -> None:
+def test_the_demo_reaches_95_percent_and_writes_its_report(tmp_path: Path) -> None:
     lines = subprocess.run(
         ["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    command = next(line for line in lines if "thinwire" in line and "train" in line)
-    call(command.removeprefix(".venv/bin/") + " --out run", tmp_path)
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["task"], summary["ranks"]) == ("digits", 4)
-    assert summary["value"] >= 95
+    command = next(line for line in lines if "thinwire compare" in line)
+    assert "--seeds 2" in command
+    call(command.removeprefix(".venv/bin/").replace("--seeds 2", "--seeds 1") + " --out demo", tmp_path)
+    results = json.loads((tmp_path / "demo" / "results.json").read_text())
+    assert (results["task"], results["ranks"], results["nodes"], results["link"]) == ("digits", 4, 2, "100mbit")
+    assert {row["strategy"].partition("(")[0] for row in results["strategies"]} == set(registry.TABLE["strategies"])
+    for row in results["strategies"]:
+        assert row["value"]["mean"] >= 95, row["strategy"]
+    assert (tmp_path / "demo" / "report.html").stat().st_size > 1e6
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

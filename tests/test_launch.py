@@ -86,6 +86,7 @@ def test_train_prints_a_table_and_leaves_no_process(tmp_path: Path) -> None:
     assert "epoch 2/2" in err
     assert {p.name for p in (tmp_path / "run").iterdir()} == {
         "checkpoints", "config.toml", "ledger.jsonl", "metrics.jsonl", "model.safetensors", "summary.json",
+        "timeline.jsonl",
     }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire import __version__, registry
-from thinwire.config import RunConfig
+from thinwire.config import CompareConfig, RunConfig
 from thinwire.errors import ThinwireError
 
 app = App(
@@ -25,6 +25,7 @@ app = App(
 
     ```
     thinwire train --ranks 4                       # digits, four processes
+    thinwire compare data_parallel --ranks 4 --link 100mbit   # on a real slow network
     thinwire list strategies                       # what else there is
     torchrun --nproc-per-node 4 -m thinwire train  # in a world that exists
     ```
@@ -54,7 +55,42 @@ def train(
     launch(settle(file, settings.model_dump(include=settings.model_fields_set)))
 
 
-@app.command(name="list", sort_key=2)
+@app.command(sort_key=2)
+def compare(
+    *strategies: Annotated[str, Parameter(help="Names from 'thinwire list strategies', with options in brackets.")],
+    settings: Annotated[CompareConfig, Parameter(name="*")] = CompareConfig(),
+) -> None:
+    """Train the same model with each of several strategies; print a table, write report.html.
+
+    All have the same task, data order, initial weights and seeds. For example, on two nodes with a real link of
+    100 Mbit/s between them:
+
+    ```
+    thinwire compare data_parallel "data_parallel(parcel_mb=0.1)" --ranks 4 --nodes 2 --link 100mbit --target 95
+    thinwire compare --out runs/compare-1 --resume      # go on with what is not finished
+    ```
+    """
+    from thinwire.bench import compare
+
+    compare(list(strategies), settings.model_dump(include=settings.model_fields_set))
+
+
+@app.command(sort_key=3)
+def report(folder: Path, /) -> None:
+    """Write report.html into the folder of a comparison, or of a run: a page that needs nothing else to be read.
+
+    Parameters
+    ----------
+    folder
+        What thinwire compare, or thinwire train, wrote.
+    """
+    from thinwire.report import write_report
+    from thinwire.results import read_results
+
+    print(write_report(read_results(folder)))
+
+
+@app.command(name="list", sort_key=4)
 def list_(
     kind: Literal["strategies", "reducers", "tasks", "models", "optimizers", "schedules"] | None = None,
     /,

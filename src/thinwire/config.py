@@ -16,6 +16,7 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 WHAT = Group("What to train", sort_key=1)
 HOW = Group("How", sort_key=2)
 WHERE = Group("Where, and what to keep", sort_key=3)
+COMPARED = Group("What to compare", sort_key=0)
 
 
 def option(group: Group, help: str) -> Parameter:
@@ -40,6 +41,9 @@ class RunConfig(BaseModel):
     data: Annotated[Path | None, option(WHAT, "Folder of the task's data files, where it needs any.")] = None
 
     epochs: Annotated[PositiveInt | None, option(HOW, "Passes over the data. Default: the task's.")] = None
+    minutes: Annotated[
+        PositiveFloat | None, option(HOW, "Stop after the epoch in which training has taken so long. Default: never.")
+    ] = None
     batch_size: Annotated[PositiveInt | None, option(HOW, "Samples per rank and step. Default: the task's.")] = None
     lr: Annotated[PositiveFloat | None, option(HOW, "Learning rate. Default: the task's.")] = None
     optimizer: Annotated[str | None, option(HOW, "A name from 'thinwire list optimizers'. Default: the task's.")] = None
@@ -60,6 +64,17 @@ class RunConfig(BaseModel):
             "Processes to start on this machine. Default: join the world that torchrun, srun or mpirun made, else 1.",
         ),
     ] = None
+    nodes: Annotated[
+        PositiveInt | None,
+        option(
+            WHERE, "Hosts to spread the ranks over, each with its own network. Default: with --link, one for each rank."
+        ),
+    ] = None
+    link: Annotated[
+        str | None,
+        option(WHERE, "Give each host a real link, as 100mbit or 1gbit,10ms (each way). Default: none, no limit."),
+    ] = None
+    strict: Annotated[bool, option(WHERE, "Fail if the link cannot be had, or is measured more than 10 % off.")] = False
     device: Annotated[
         Literal["auto", "cpu", "cuda"], option(WHERE, "Where to compute; auto takes GPUs when there are some.")
     ] = "auto"
@@ -83,8 +98,23 @@ class RunConfig(BaseModel):
         return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items())
 
 
+class CompareConfig(RunConfig):
+    """What the runs of a comparison have in common; `seed` is the first of its seeds."""
+
+    strategy: Annotated[str, Parameter(parse=False, show=False)] = ""
+    seeds: Annotated[PositiveInt, option(COMPARED, "Runs of each strategy, with seeds that count up from --seed.")] = 3
+    target: Annotated[
+        float | None, option(COMPARED, "Also tell the training time until the metric was this good, as 95.")
+    ] = None
+
+    def run(self, strategy: str, seed: int, out: Path, resume: bool) -> RunConfig:
+        """The settings of one run."""
+        common = self.model_dump(include=set(RunConfig.model_fields))
+        return RunConfig(**{**common, "strategy": strategy, "seed": seed, "out": out, "resume": resume})
+
+
 # What may change when a run is resumed: everything else decides the numbers that come out.
-MAY_CHANGE = {"epochs", "data", "out", "resume", "checkpoint_every", "keep", "restarts", "device"}
+MAY_CHANGE = {"epochs", "minutes", "strict", "data", "out", "resume", "checkpoint_every", "keep", "restarts", "device"}
 
 
 def read_toml(path: Path) -> dict[str, Any]:

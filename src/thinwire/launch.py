@@ -12,19 +12,25 @@ import sys
 import tempfile
 import threading
 from contextlib import suppress
+from dataclasses import asdict
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire import registry
-from thinwire.comm.world import find_world
+from thinwire.comm.world import find_world, place
 from thinwire.config import RunConfig, make_config, read_toml, resumed
 from thinwire.errors import RunError, Stopped, ThinwireError, UsageError
+from thinwire.netlab import Host, Lab
+from thinwire.network import LinkReport, check_link, check_network, network
 from thinwire.records import RunFolder
 from thinwire.spec import parse
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def settle(file: Path | None, asked: dict[str, Any]) -> RunConfig:
@@ -48,6 +54,11 @@ def launch(config: RunConfig) -> None:
             raise UsageError(
                 f"--ranks {config.ranks}, but {world.launcher} started {world.size} ranks; leave out --ranks"
             )
+        if world is not None and (config.link or config.nodes):
+            raise UsageError(
+                f"--link and --nodes make hosts on this machine, but {world.launcher} started the ranks; "
+                "leave them out, or start with thinwire train --ranks"
+            )
     except UsageError:
         if world is not None and world.rank > 0:
             sys.exit(2)  # rank 0 says it for all
@@ -57,12 +68,25 @@ def launch(config: RunConfig) -> None:
 
         run_rank(config)
     else:
-        _start_ranks(config, config.ranks or 1)
+        check_network(config)
+        check_options(config)
+        if not config.resume:
+            config = config.model_copy(update={"out": RunFolder.new(config).path})
+        with network(config) as lab:
+            start_ranks(config, lab)
 
 
-def _start_ranks(config: RunConfig, num_ranks: int) -> None:
-    if not config.resume:
-        config = config.model_copy(update={"out": RunFolder.new(config).path})
+def start_ranks(config: RunConfig, lab: Lab | None, news: Path | None = None) -> None:
+    """Run a config on ranks of this machine, on a lab's hosts if there is one; in quiet, with progress in a file."""
+    errand = {
+        "config": config.model_dump(mode="json"),
+        "launcher": os.getpid(),
+        "link": check_link(lab, config),
+        "hosts": [asdict(lab[node]) for node in place(config.ranks or 1, len(lab))] if lab else None,
+        "news": str(news) if news else None,
+    }
+    if lab is not None:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns that the hosts have no names
     # One process imports torch (and what optimizers import on first use) and forks the ranks: they start in a
     # moment and share its memory.
     multiprocessing.set_forkserver_preload(["thinwire.worker", "torch._dynamo"])
@@ -72,34 +96,39 @@ def _start_ranks(config: RunConfig, num_ranks: int) -> None:
     with tempfile.TemporaryDirectory(prefix="thinwire-") as scratch:
         tempfile.tempdir = scratch  # torch leaves files behind when ranks fail
         try:
-            _run_agent(config, num_ranks, scratch)
+            _run_agent(config, errand, scratch)
         finally:
             tempfile.tempdir = None
 
 
-def _run_agent(config: RunConfig, num_ranks: int, scratch: str) -> None:
+def _run_agent(config: RunConfig, errand: dict[str, Any], scratch: str) -> None:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 
-    from thinwire.rendezvous import LoopbackRendezvous
+    from thinwire.rendezvous import LocalRendezvous
 
-    check_options(config)
     for name in logging.root.manager.loggerDict:
         if name.startswith("torch.distributed.elastic"):  # each has a level of its own
             logging.getLogger(name).setLevel(logging.CRITICAL)  # we report failures ourselves
-    rendezvous = LoopbackRendezvous(num_ranks, config.restarts, Path(scratch))
+    num_ranks = config.ranks or 1
+    address = errand["hosts"][0]["address"] if errand["hosts"] else None
+    rendezvous = LocalRendezvous(num_ranks, config.restarts, Path(scratch), address)
     spec = WorkerSpec(
         role="rank", local_world_size=num_ranks, rdzv_handler=rendezvous, entrypoint=rank_main,
-        args=(config.model_dump_json(), os.getpid(), scratch), max_restarts=config.restarts, master_addr="127.0.0.1",
+        args=({**errand, "notes": scratch},), max_restarts=config.restarts,
     )  # fmt: skip
-    agent = LocalElasticAgent(
-        spec, DefaultLogsSpecs(log_dir=scratch), start_method="forkserver", exit_barrier_timeout=10
-    )
+    quiet = Std.ALL if errand["news"] else Std.NONE
+    logs = DefaultLogsSpecs(log_dir=scratch, redirects=quiet)
+    agent = LocalElasticAgent(spec, logs, start_method="forkserver", exit_barrier_timeout=10)
+    handlers = {number: signal.getsignal(number) for number in HANDLED}
     try:
         result = agent.run()
     except SignalException as stopped:
         raise Stopped(f"stopped by {stopped.sigval.name}; --resume goes on from the last checkpoint") from None
+    finally:
+        for number, handler in handlers.items():  # the agent leaves its own behind
+            signal.signal(number, handler)
     if result.is_failed():
         raise explain(result.failures)
 
@@ -130,17 +159,21 @@ def _specs(config: RunConfig) -> list[tuple[str, str]]:
     return [(kind, spec) for kind, spec in specs.items() if spec is not None]
 
 
-def rank_main(config_json: str, launcher: int, notes: str) -> None:
-    """One rank, in its own process."""
+def rank_main(errand: dict[str, Any]) -> None:
+    """One rank, in its own process, on its own host if it has one."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once; the launcher says so, once
-    threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
+    rank = int(os.environ["RANK"])
+    if errand["hosts"]:
+        Host(**errand["hosts"][rank]).enter()  # before there is a second thread
+    threading.Thread(target=_end_with, args=(errand["launcher"],), daemon=True).start()
     from thinwire.worker import run_rank
 
     try:
-        run_rank(RunConfig.model_validate_json(config_json))
+        news = Path(errand["news"]) if errand["news"] else None
+        run_rank(RunConfig(**errand["config"]), LinkReport(*errand["link"]), news)
     except Exception as error:
-        note = {"rank": int(os.environ["RANK"]), "kind": type(error).__name__, "message": str(error)}
-        Path(notes, f"{note['rank']}.json").write_text(json.dumps(note))
+        note = {"rank": rank, "kind": type(error).__name__, "message": str(error)}
+        Path(errand["notes"], f"{rank}.json").write_text(json.dumps(note))
         raise
 
 

@@ -7,6 +7,7 @@ change, so it does not.
 """
 
 # No `from __future__ import annotations` here: DDP inspects the annotations of its hook.
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +19,6 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm.base import Comm
-from thinwire.comm.ledger import all_reduce_bytes
 from thinwire.comm.process import GradBucket, ProcessComm
 from thinwire.errors import UsageError
 from thinwire.reducers.base import Named, Reducer, State
@@ -144,6 +144,9 @@ class Overlapped:
         self.unused_parameters = unused_parameters
         self.error: BaseException | None = None
         self._num_handed = 0
+        self._handed = 0.0  # when the last gradients were
+        self._gpu_wait: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # of the last step
+        self._ready: torch.cuda.Event | None = None
         self._arrived: Named = {}
         self._reduced: set[str] = set()
         self._waiting: list[_Bucket] = []
@@ -162,26 +165,42 @@ class Overlapped:
 
     def finish(self) -> None:
         """DDP waited for every bucket, if it got every gradient; book the map of used parameters that it sent."""
+        self._note_waiting()
         num_handed, self._num_handed = self._num_handed, 0
         if num_handed != len(self.names):
             raise no_gradient()
         if self.unused_parameters:
             payload = 4 * len(self.names)
-            wire = all_reduce_bytes(payload, self.comm.size)
-            self.comm.book("all_reduce", payload, wire)
+            self.comm.book("all_reduce", payload, self.comm.all_reduce_sends(payload))
 
     def hand_over(self, bucket: GradBucket) -> Future[Tensor]:
         """Give a bucket that is ready to the communication thread."""
         buffer = bucket.buffer()
         cuda = buffer.is_cuda
         future: Future[Tensor] = Future(devices=[buffer.device] if cuda else None)
-        ready = torch.cuda.current_stream(buffer.device).record_event() if cuda else None
+        ready = _event(buffer.device) if cuda else None
+        self._ready, self._handed = ready, time.perf_counter()
         pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
         gradients = {self.names[id(parameter)]: gradient for parameter, gradient in pairs}
         self._num_handed += len(gradients)
         waiting = _Bucket(buffer, frozenset(gradients), future)
         self.comm.thread.submit(lambda: self._arrive(waiting, gradients, ready))
         return future
+
+    def _note_waiting(self) -> None:
+        """From the last gradient to the end of the backward pass, there was nothing to do but wait.
+
+        A GPU keeps that time itself, and tells it one step later, when it is sure to be over.
+        """
+        end = time.perf_counter()
+        if self._ready is None:
+            self.comm.ledger.timeline.waited(self._handed, end)
+            return
+        if self._gpu_wait is not None:
+            last_gradient, over = self._gpu_wait
+            over.synchronize()
+            self.comm.ledger.timeline.waited(end - last_gradient.elapsed_time(over) / 1e3, end)
+        self._gpu_wait = (self._ready, _event(next(self.forward.parameters()).device))
 
     def _arrive(self, bucket: _Bucket, gradients: Named, ready: torch.cuda.Event | None) -> None:
         self._waiting.append(bucket)
@@ -219,6 +238,12 @@ class Overlapped:
             self._streams[device] = torch.cuda.Stream(device)
         self._streams[device].wait_event(ready)
         return torch.cuda.stream(self._streams[device])
+
+
+def _event(device: torch.device) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def _hook(exchange: "weakref.ref[Overlapped]", bucket: GradBucket) -> Future[Tensor]:

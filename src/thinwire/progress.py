@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
+from pathlib import Path
 from typing import Any, Protocol
 
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bars
-from rich.table import Table
+
+from thinwire.records import write_text
+from thinwire.tables import clock, show, size
+
+REPORT_SECONDS = 0.25
 
 
 class Progress(Protocol):
@@ -88,57 +93,28 @@ class Shown:
         print(text, file=sys.stderr, flush=True)
 
 
-def result_table(summary: dict[str, Any], rows: list[dict[str, Any]]) -> Table:
-    """The end of a run: what it reached, and what each purpose sent in what time."""
-    value = show(summary["value"], summary["metric"])
-    ranks = f"{summary['ranks']} rank{'s' * (summary['ranks'] != 1)}"
-    title = f"{summary['task']} · {summary['strategy']} · {ranks} · {summary['metric']} {value}"
-    table = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
-    table.padding, table.collapse_padding = (0, 1), True
-    table.caption = (
-        f"{clock(summary['seconds'])} in all, {clock(summary['train_seconds'])} of it training; "
-        f"{summary['parameters']:,} parameters\n"
-        f"a rank sent {size(summary['wire_bytes_per_rank'])} on average; the rows are rank 0's"
-    )
-    for heading in ("purpose", "link", "operation"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("ranks", "calls", "payload", "wire", "time"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in sorted(rows, key=lambda row: -row["wire_bytes"]):
-        numbers = (f"{row['calls']:,}", size(row["payload_bytes"]), size(row["wire_bytes"]), clock(row["seconds"]))
-        table.add_row(row["purpose"], row["link"], row["op"], str(row["ranks"]), *numbers)
-    return table
+class Reported:
+    """For whoever started the run: the latest news in a file, as JSON."""
 
+    def __init__(self, file: Path, metric: str, num_steps: int, start: int, num_epochs: int) -> None:
+        self.file = file
+        self.metric = metric
+        self.num_steps = num_steps
+        self.last = 0.0
+        self.value: float | None = None
+        self.step(start, float("nan"), 0.0, 0)
 
-def show(value: float, metric: str) -> str:
-    """A metric as people write it."""
-    return f"{value:.2f} %" if metric == "accuracy" else f"{value:.4f}"
+    def due(self) -> bool:
+        return time.monotonic() - self.last >= REPORT_SECONDS
 
+    def step(self, step: int, loss: float, samples_per_second: float, wire_bytes: int) -> None:
+        self.last = time.monotonic()
+        news = {"step": step, "num_steps": self.num_steps, "value": self.value, "metric": self.metric}
+        write_text(self.file, json.dumps(news))
 
-def size(num_bytes: float) -> str:
-    """Bytes with a fitting unit.
+    def epoch(self, row: dict[str, Any]) -> None:
+        self.value = row[f"test_{self.metric}"]
+        self.step(row["step"], row["train_loss"], 0.0, 0)
 
-    >>> size(999), size(1234), size(5_600_000), size(128_000_000_000)
-    ('999 B', '1.23 kB', '5.60 MB', '128 GB')
-    """
-    units = ["B", "kB", "MB", "GB", "TB"]
-    while num_bytes >= 1000 and len(units) > 1:
-        num_bytes /= 1000
-        del units[0]
-    digits = 0 if units[0] == "B" or num_bytes >= 100 else 1 if num_bytes >= 10 else 2
-    return f"{num_bytes:.{digits}f} {units[0]}"
-
-
-def clock(seconds: float) -> str:
-    """A duration with a fitting unit.
-
-    >>> clock(0.004), clock(4.26), clock(75), clock(7300)
-    ('4 ms', '4.3 s', '1:15', '2:01:40')
-    """
-    if seconds < 1:
-        return f"{seconds * 1000:.0f} ms"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    def say(self, text: str) -> None: ...
+    def close(self) -> None: ...

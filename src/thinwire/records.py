@@ -1,4 +1,4 @@
-"""The run folder: config.toml, metrics.jsonl, ledger.jsonl, summary.json, checkpoints/, model.safetensors."""
+"""The run folder: config.toml, metrics, ledger and timeline as .jsonl, summary.json, checkpoints, the model."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ class RunFolder:
         self.config = path / "config.toml"
         self.metrics = path / "metrics.jsonl"
         self.ledger = path / "ledger.jsonl"
+        self.timeline = path / "timeline.jsonl"
         self.summary = path / "summary.json"
         self.model = path / "model.safetensors"
         self.checkpoints = path / "checkpoints"
@@ -60,7 +61,7 @@ class RunFolder:
             raise UsageError(f"--out {folder.path} is a file; give a folder")
         if folder.config.exists():
             raise UsageError(f"{folder.path} holds a run already; add --resume to go on with it, or give another --out")
-        for left in (folder.metrics, folder.ledger, folder.summary, folder.model, folder.checkpoints):
+        for left in (folder.metrics, folder.ledger, folder.timeline, folder.summary, folder.model, folder.checkpoints):
             if left.exists():
                 raise UsageError(f"{folder.path} holds {left.name} of a run without config.toml; give another --out")
         parent = next(p for p in (folder.path, *folder.path.absolute().parents) if p.exists())

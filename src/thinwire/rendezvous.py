@@ -1,4 +1,4 @@
-"""Where the ranks of one machine meet: a store on 127.0.0.1, new for every (re)start."""
+"""Where the ranks of one machine meet: on 127.0.0.1, or on the first of its netlab hosts; anew for every (re)start."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from torch.distributed import HashStore, Store
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from thinwire.comm.joining import loopback_store
+from thinwire.comm.world import DEFAULT_PORT
 from thinwire.errors import RunError, UsageError
 
 
-class LoopbackRendezvous(RendezvousHandler):
-    """A rendezvous of one agent. torch's own open their store on every interface and break gloo on a restart."""
+class LocalRendezvous(RendezvousHandler):
+    """A rendezvous of one agent. torch's own open their store on every interface and break gloo on a restart.
 
-    def __init__(self, num_ranks: int, restarts: int, notes: Path) -> None:
+    The agent is on none of netlab's hosts, so there rank 0 opens the store, at `address`.
+    """
+
+    def __init__(self, num_ranks: int, restarts: int, notes: Path, address: str | None = None) -> None:
         self.num_ranks = num_ranks
+        self.address = address
         self.restarts = restarts
         self.notes = notes  # where failing ranks write why
         self.num_rounds = 0
@@ -27,6 +32,9 @@ class LoopbackRendezvous(RendezvousHandler):
         if self.num_rounds:
             print(f"{self._cause()}; restart {self.num_rounds} of {self.restarts}", file=sys.stderr, flush=True)
         self.num_rounds += 1
+        if self.address is not None:
+            where = RendezvousStoreInfo(self.address, DEFAULT_PORT + self.num_rounds)  # the whole host is ours
+            return RendezvousInfo(HashStore(), 0, 1, where)
         self.store = store = loopback_store(self.num_ranks)
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", store.port))
 
@@ -43,7 +51,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        return True
+        return self.address is None
 
     def get_backend(self) -> str:
         return "loopback"

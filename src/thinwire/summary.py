@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import resource
-from collections import Counter
 from typing import Any
 
 import torch
@@ -12,39 +11,49 @@ from torch import nn
 
 import thinwire
 from thinwire.config import RunConfig
+from thinwire.counters import add_up
+from thinwire.network import LinkReport
 from thinwire.tasks.base import Task
 
 
 def summarise(
-    config: RunConfig, task: Task, *, steps: int, seconds: float, train_seconds: float, value: float, best: float,
-    parameters: int, consolidated: nn.Module, ledgers: list[list[dict[str, Any]]], peaks: list[int],
-    device: torch.device,
+    config: RunConfig, task: Task, link: LinkReport, *, epochs: int, steps: int, seconds: float, train_seconds: float,
+    samples: int, value: float, best: float, parameters: int, consolidated: nn.Module, everyone: list[dict[str, Any]],
+    nodes: int, device: torch.device,
 ) -> dict[str, Any]:  # fmt: skip
-    """The summary of a run. `ledgers` and `peaks` have one entry per rank."""
-    by_link: Counter[str] = Counter()
-    for row in (row for ledger in ledgers for row in ledger):
-        by_link[row["link"]] += row["wire_bytes"]
+    """The summary of a run. `everyone` has what each rank knows of itself."""
+    rows = [row for one in everyone for row in one["ledger"]]
+    total = sum(row["wire_bytes"] for row in rows)
+    between = sum(row["between_bytes"] for row in rows)
+    kernel = add_up([one["kernel"] for one in everyone])
+    measured = {"rate_mbit": link.rate_mbit, "latency_ms": link.latency_ms} if link.rate_mbit is not None else None
+    ranks = len(everyone)
     return {
         "task": config.task,
         "strategy": config.strategy,
         "model": config.model or config.task,
-        "ranks": len(ledgers),
-        "nodes": 1,
-        "link": None,
+        "ranks": ranks,
+        "nodes": nodes,
+        "link": config.link,
+        "link_state": link.state,
+        "link_measured": measured,
         "seed": config.seed,
-        "epochs": config.epochs,
+        "epochs": epochs,
         "steps": steps,
         "seconds": seconds,
         "train_seconds": train_seconds,
         "metric": task.metric,
         "value": value,
         "best": best,
-        "wire_bytes_per_rank": round(by_link.total() / len(ledgers)),
-        "wire_bytes_by_link": dict(by_link),
-        "kernel_bytes_per_rank": None,
+        "samples_per_second": samples / train_seconds if train_seconds else 0.0,
+        "waiting_share": sum(one["waiting"] for one in everyone) / ranks,
+        "wire_bytes_per_rank": round(total / ranks),
+        "wire_bytes_by_link": {"inside": total - between, "between": between},
+        "kernel_bytes_per_rank": round(sum(kernel.values()) / ranks) if kernel else None,
+        "kernel_bytes_by_link": kernel,
         "parameters": parameters,
         "parameters_consolidated": count(consolidated),
-        "peak_memory_bytes": max(peaks),
+        "peak_memory_bytes": max(one["peak"] for one in everyone),
         "versions": versions(device),
     }
 

@@ -19,21 +19,29 @@ from thinwire.comm.base import Comm, gather_json
 from thinwire.comm.joining import join
 from thinwire.comm.world import find_world
 from thinwire.config import MAY_CHANGE, RunConfig
+from thinwire.counters import KernelCount
 from thinwire.data import Loader, mix
 from thinwire.errors import PeerLost, RunError, ThinwireError, UsageError
 from thinwire.evaluation import evaluate
-from thinwire.progress import Progress, Shown, Silent, result_table
+from thinwire.network import LinkReport
+from thinwire.progress import Progress, Reported, Shown, Silent
 from thinwire.records import RunFolder
 from thinwire.startup import agree, choose_device, fingerprint, open_folder, seed_everything, with_defaults
 from thinwire.strategies.base import Recipe, Strategy
 from thinwire.summary import count, peak_memory, summarise
+from thinwire.tables import result_table
 from thinwire.tasks.base import load_task
 
 CHECK_EVERY_STEPS = 20  # how often losses are looked at; on a GPU each look waits for it
+TIMELINE_STEPS = range(2, 6)  # of a run, kept in detail; the first ones are not typical
+MAX_SPANS, SPANS_BYTES = 128, 16_384
 
 
-def run_rank(config: RunConfig) -> dict[str, Any]:
-    """Train as one rank of the world that this process is in; returns the summary."""
+def run_rank(config: RunConfig, link: LinkReport = LinkReport(), news: Path | None = None) -> dict[str, Any]:
+    """Train as one rank of the world that this process is in; returns the summary.
+
+    With `news`, progress goes to that file instead of the terminal.
+    """
     world = find_world()
     device = choose_device(config, world)
     if device.type == "cuda":
@@ -44,7 +52,7 @@ def run_rank(config: RunConfig) -> dict[str, Any]:
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and config.out is not None:
             begun = agree(comm, RunFolder(config.out).config.exists)
             config = config.model_copy(update={"resume": begun})
-        return Run(config, comm, device).run()
+        return Run(config, comm, device, link, news).run()
 
 
 @dataclass(frozen=True)
@@ -59,15 +67,27 @@ class Position:
     best: float | None = None
     seconds: float = 0.0
     train_seconds: float = 0.0
+    epochs_seconds: float = 0.0  # rank 0's training time at the end of the last epoch: what all ranks agree on
 
 
 class Run:
     """A run as one rank sees it."""
 
-    def __init__(self, config: RunConfig, comm: Comm, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        comm: Comm,
+        device: torch.device,
+        link: LinkReport = LinkReport(),
+        news: Path | None = None,
+    ) -> None:
         self.clock = time.monotonic()
+        self.kernel = KernelCount(comm, link.on_hosts)
+        self.timeline = comm.ledger.timeline
         self.comm = comm
         self.device = device
+        self.link = link
+        self.news = news
         seed_everything(config.seed)
         self.task = load_task(config.task, config.data, config.seed)
         self.config = with_defaults(config, self.task, comm)
@@ -98,8 +118,9 @@ class Run:
             if self.comm.rank == 0 or not self.folder.config.exists():  # or: this host has a disk of its own
                 self.folder.save_config(self.config)
             if self.comm.rank == 0:
-                self.progress = Shown(self.task.metric, self.num_steps, self.at.step, self._get("epochs"))
-            while self.at.epoch < self._get("epochs"):
+                about = (self.task.metric, self.num_steps, self.at.step, self._get("epochs"))
+                self.progress = Reported(self.news, *about) if self.news else Shown(*about)
+            while self.at.epoch < self._get("epochs") and not self._out_of_time():
                 self._epoch()
         except PeerLost:
             raise
@@ -129,8 +150,13 @@ class Run:
         begin = time.monotonic()
         train_seconds = self.at.train_seconds
         num_samples = 0
-        for inputs, targets in self.loader.batches(self.at.epoch, start=self.at.batch):
-            self.losses.append(self.strategy.step((self._transformed(inputs), targets)))
+        for i, (inputs, targets) in enumerate(self.loader.batches(self.at.epoch, start=self.at.batch)):
+            if self.at.epoch == 0 and i == TIMELINE_STEPS.start:
+                self.timeline.record()
+            elif i == TIMELINE_STEPS.stop:
+                self.timeline.pause()
+            with self.timeline.step(self.at.step + 1):
+                self.losses.append(self.strategy.step((self._transformed(inputs), targets)))
             num_samples += len(inputs) * self.strategy.shard.count
             spent = time.monotonic() - begin
             self._advance(batch=self.at.batch + 1, step=self.at.step + 1, train_seconds=train_seconds + spent)
@@ -178,7 +204,11 @@ class Run:
             tested = evaluate(
                 model, self.task, self.comm, self.device, batch_size=4 * self.batch_size, autocast=self.config.autocast
             )
-            ledgers = gather_json(self.comm, self.comm.ledger.rows())
+            own = {"rows": self.comm.ledger.rows(), "waiting": self.timeline.waiting_seconds}
+            everyone = gather_json(self.comm, {**own, "train_seconds": self.at.train_seconds})
+            timelines = self._timelines()
+        self._advance(epochs_seconds=everyone[0]["train_seconds"])
+        ledgers = [one["rows"] for one in everyone]
         where = {"step": self.at.step, "epoch": self.at.epoch + 1}
         row = {
             **where,
@@ -187,32 +217,51 @@ class Run:
             "train_loss": train_loss.item(),
             **{f"test_{name}": value for name, value in tested.items()},
             "samples_per_second": samples_per_second,
-            "wire_bytes": sum(line["wire_bytes"] for line in ledgers[self.comm.rank]),
+            "wire_bytes": round(sum(line["wire_bytes"] for ledger in ledgers for line in ledger) / self.comm.size),
+            "waiting_seconds": sum(one["waiting"] for one in everyone) / self.comm.size,
         }
         if self.comm.rank == 0:
             self.folder.append(self.folder.metrics, [row])
             lines = [{**where, "rank": rank, **line} for rank, ledger in enumerate(ledgers) for line in ledger]
             self.folder.append(self.folder.ledger, lines)
+            self.folder.append(self.folder.timeline, timelines)
         return row
+
+    def _timelines(self) -> list[dict[str, Any]]:
+        """After the first epoch, the spans of a few steps of all ranks, from the first one's begin."""
+        if self.at.epoch > 0:
+            return []
+        everyone = gather_json(self.comm, self.timeline.recorded()[:MAX_SPANS], SPANS_BYTES)
+        begin = min((span["begin"] for spans in everyone for span in spans), default=0.0)
+        return [
+            {"rank": rank, **span, "begin": round(span["begin"] - begin, 6)}
+            for rank, spans in enumerate(everyone)
+            for span in spans
+        ]
 
     def _finish(self) -> dict[str, Any]:
         model = self.strategy.consolidate()
         assert self.at.value is not None
         assert self.at.best is not None
+        own = {
+            "ledger": self.comm.ledger.rows(), "kernel": self.kernel.now(), "peak": peak_memory(self.device),
+            "waiting": self.timeline.waiting_seconds / max(self.at.train_seconds, 1e-9),
+        }  # fmt: skip
         with self.comm.ledger.purpose("eval"):
-            ledgers = gather_json(self.comm, self.comm.ledger.rows())
-            peaks = gather_json(self.comm, peak_memory(self.device))
+            everyone = gather_json(self.comm, own)
         summary = summarise(
-            self.config, self.task, steps=self.at.step, seconds=self._seconds(), train_seconds=self.at.train_seconds,
+            self.config, self.task, self.link, epochs=self.at.epoch, steps=self.at.step, seconds=self._seconds(),
+            train_seconds=self.at.train_seconds, samples=self.at.step * self.batch_size * self.strategy.shard.count,
             value=self.at.value, best=self.at.best, parameters=self.num_parameters, consolidated=model,
-            ledgers=ledgers, peaks=peaks, device=self.device,
+            everyone=everyone, nodes=len(set(self.comm.nodes)), device=self.device,
         )  # fmt: skip
         if self.comm.rank == 0:
             checkpoint.save_model(model, self.folder.model)
             self.folder.save_summary(summary)
-            console = Console()
-            console.print(result_table(summary, ledgers[0]))
-            console.print(f"results in {self.folder.path}", highlight=False, soft_wrap=True)
+            if self.news is None:
+                console = Console()
+                console.print(result_table(summary, everyone[0]["ledger"]))
+                console.print(f"results in {self.folder.path}", highlight=False, soft_wrap=True)
         with self.comm.ledger.purpose("checkpoint"):
             self.comm.barrier()  # nobody leaves before the results are written
         return summary
@@ -225,6 +274,8 @@ class Run:
             "random": checkpoint.random_state(),
             "position": asdict(replace(self.at, seconds=self._seconds())),
             "ledger": self.comm.ledger.rows(),
+            "waiting_seconds": self.timeline.waiting_seconds,
+            "kernel": self.kernel.now(),
         }
 
     def _resume(self) -> None:
@@ -232,6 +283,9 @@ class Run:
         found = self.checkpoints.load_latest()
         step, state = found or (0, None)
         self.comm.ledger.load_rows(state["ledger"] if state else booked)  # as if never stopped
+        if state is not None:
+            self.timeline.waiting_seconds = state["waiting_seconds"]
+            self.kernel.restart(state["kernel"])
         at = Position(**state["position"]) if state else Position()
         if (at.epoch, at.batch) > (self._get("epochs"), 0):
             done = f"{at.epoch} epochs and {at.batch} steps"
@@ -245,6 +299,9 @@ class Run:
         checkpoint.set_random_state(state["random"])
         self.at = at
         self._say(f"resuming at step {step} of {self.num_steps}")
+
+    def _out_of_time(self) -> bool:
+        return self.config.minutes is not None and self.at.epochs_seconds >= 60 * self.config.minutes
 
     def _advance(self, **changes: Any) -> None:
         self.at = replace(self.at, **changes)

@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from thinwire.comm.ledger import Ledger, all_gather_bytes, all_reduce_bytes, broadcast_bytes
+from thinwire.comm.ledger import Ledger, all_gather_bytes, all_reduce_bytes, broadcast
 
 
 def book(ledger: Ledger, wire_bytes: int = 6) -> None:
-    ledger.book("world", "all_reduce", ranks=4, payload_bytes=4, wire_bytes=wire_bytes, seconds=0.5)
+    ledger.book("world", "all_reduce", ranks=4, payload_bytes=4, wire_bytes=wire_bytes, between_bytes=0, seconds=0.5)
 
 
 def test_totals_add_up_by_key() -> None:
@@ -66,10 +66,10 @@ def test_all_gather() -> None:
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_a_broadcast_reaches_every_other_rank_once(ranks: int, backend: str) -> None:
     for root in range(ranks):
-        assert sum(broadcast_bytes(1, ranks, rank, root, backend) for rank in range(ranks)) == ranks - 1
+        assert sum(sum(broadcast(1, ranks, rank, root, backend).values()) for rank in range(ranks)) == ranks - 1
 
 
 def test_gloo_broadcasts_along_a_binomial_tree() -> None:
-    assert [broadcast_bytes(1, 4, rank, 0, "gloo") for rank in range(4)] == [2, 1, 0, 0]
-    assert [broadcast_bytes(1, 4, rank, 2, "gloo") for rank in range(4)] == [0, 0, 2, 1]
-    assert [broadcast_bytes(1, 4, rank, 0, "nccl") for rank in range(4)] == [1, 1, 1, 0]
+    assert [sum(broadcast(1, 4, rank, 0, "gloo").values()) for rank in range(4)] == [2, 1, 0, 0]
+    assert [sum(broadcast(1, 4, rank, 2, "gloo").values()) for rank in range(4)] == [0, 0, 2, 1]
+    assert [sum(broadcast(1, 4, rank, 0, "nccl").values()) for rank in range(4)] == [1, 1, 1, 0]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import ledger as formulas
-from thinwire.comm.ledger import Ledger, Total
+from thinwire.comm.ledger import Ledger, Sent, Total
 from thinwire.errors import UsageError
 
 T = TypeVar("T")
@@ -38,6 +38,7 @@ class Comm(ABC):
     link: str
     backend: str
     ledger: Ledger
+    nodes: tuple[int, ...]  # the node that each rank of the group is on
 
     # ---- arithmetic: the same shape and dtype on every rank, bitwise the same result on every rank
 
@@ -73,30 +74,30 @@ class Comm(ABC):
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor, in rank order, on every rank; shapes must be equal."""
         payload = _bytes(tensor)
-        wire = formulas.all_gather_bytes(payload, self.size)
-        return self._booked("all_gather", payload, wire, lambda: self._all_gather(tensor))
+        sent = formulas.round_the_ring(formulas.all_gather_bytes(payload, self.size), self.size, self.rank)
+        return self._booked("all_gather", payload, sent, tensor, lambda: self._all_gather(tensor))
 
     def all_to_all(self, parts: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Send parts[j] to rank j; returns what each rank sent here, shaped as `like` (default: as parts)."""
         if len(parts) != self.size:
             raise UsageError(f"all_to_all: {len(parts)} parts given for {self.size} ranks; give one for each rank")
         payload = sum(map(_bytes, parts))
-        wire = payload - _bytes(parts[self.rank])
-        return self._booked("all_to_all", payload, wire, lambda: self._all_to_all(parts, like or parts))
+        sent = {to: _bytes(part) for to, part in enumerate(parts) if to != self.rank}
+        return self._booked("all_to_all", payload, sent, parts[0], lambda: self._all_to_all(parts, like or parts))
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         """The root's tensor on every rank; the others give one of the same shape."""
         payload = _bytes(tensor)
-        wire = formulas.broadcast_bytes(payload, self.size, self.rank, root, self.backend)
-        return self._booked("broadcast", payload, wire, lambda: self._broadcast(tensor, root))
+        sent = formulas.broadcast(payload, self.size, self.rank, root, self.backend)
+        return self._booked("broadcast", payload, sent, tensor, lambda: self._broadcast(tensor, root))
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Send to one rank, which must call recv; returns once it has, so two ranks must not both send first."""
-        self._booked("send", _bytes(tensor), _bytes(tensor), lambda: self._send(tensor, to))
+        self._booked("send", _bytes(tensor), {to: _bytes(tensor)}, tensor, lambda: self._send(tensor, to))
 
     def recv(self, like: Tensor, source: int) -> Tensor:
         """Receive what `source` sends: a tensor shaped like the one given."""
-        return self._booked("recv", _bytes(like), 0, lambda: self._recv(like, source))
+        return self._booked("recv", _bytes(like), {}, like, lambda: self._recv(like, source))
 
     def barrier(self) -> None:
         """Return once every rank is here."""
@@ -125,19 +126,35 @@ class Comm(ABC):
     def _recv(self, like: Tensor, source: int) -> Tensor: ...
 
     def _all_reduced(self, tensor: Tensor, op: Op) -> Tensor:
-        payload = _bytes(tensor)
-        wire = formulas.all_reduce_bytes(payload, self.size)
-        return self._booked("all_reduce", payload, wire, lambda: self._start_reduce(tensor, op).wait())
+        sent = self.all_reduce_sends(_bytes(tensor))
+        return self._booked("all_reduce", _bytes(tensor), sent, tensor, lambda: self._start_reduce(tensor, op).wait())
 
-    def _booked(self, op: str, payload: int, wire: int, run: Callable[[], T]) -> T:
+    def all_reduce_sends(self, payload: int) -> Sent:
+        """What this rank sends in an all-reduce of so many bytes."""
+        return formulas.round_the_ring(formulas.all_reduce_bytes(payload, self.size), self.size, self.rank)
+
+    def _booked(self, op: str, payload: int, sent: Sent, tensor: Tensor, run: Callable[[], T]) -> T:
+        self._await_gpu(tensor)
         begin = time.perf_counter()
         result = run()
-        self.book(op, payload, wire, time.perf_counter() - begin)
+        end = time.perf_counter()
+        self.book(op, payload, sent, end - begin)
+        self.ledger.timeline.communicated(op, begin, end, sum(sent.values()))
+        self.ledger.timeline.waited(begin, end)
         return result
 
-    def book(self, op: str, payload: int, wire: int, seconds: float = 0.0) -> Total:
+    def _await_gpu(self, tensor: Tensor) -> None:
+        """Let a GPU finish what it computes before the clock starts: that is no time spent on the network."""
+        if tensor.is_cuda and self.backend == "gloo":  # which would wait for it anyway
+            torch.cuda.current_stream(tensor.device).synchronize()
+
+    def book(self, op: str, payload: int, sent: Sent, seconds: float = 0.0) -> Total:
         """Enter an operation of this group in the ledger; for traffic that others cause on our behalf."""
-        return self.ledger.book(self.link, op, ranks=self.size, payload_bytes=payload, wire_bytes=wire, seconds=seconds)
+        between = sum(count for to, count in sent.items() if self.nodes[to] != self.nodes[self.rank])
+        return self.ledger.book(
+            self.link, op, ranks=self.size, payload_bytes=payload, wire_bytes=sum(sent.values()), between_bytes=between,
+            seconds=seconds,
+        )  # fmt: skip
 
     def _group_of_mine(self, groups: Sequence[Sequence[int]]) -> list[int]:
         """Check a partition of the ranks; returns the group that this rank is in."""
@@ -151,29 +168,35 @@ class _Mean:
 
     def __init__(self, comm: Comm, tensor: Tensor) -> None:
         self.comm = comm
+        comm._await_gpu(tensor)
         self.begin = time.perf_counter()
         self.pending = comm._start_reduce(tensor, "sum")
-        payload = _bytes(tensor)
-        self.line = comm.book("all_reduce", payload, formulas.all_reduce_bytes(payload, comm.size))
+        self.sent = comm.all_reduce_sends(_bytes(tensor))
+        self.line = comm.book("all_reduce", _bytes(tensor), self.sent)
         self.result: Tensor | None = None
 
     def wait(self) -> Tensor:
         if self.result is None:
+            ledger = self.comm.ledger
+            begin = time.perf_counter()
             self.result = self.pending.wait().div_(self.comm.size)
-            self.comm.ledger.spend(self.line, time.perf_counter() - self.begin)
+            end = time.perf_counter()
+            ledger.spend(self.line, end - self.begin)
+            ledger.timeline.communicated("all_reduce", self.begin, end, sum(self.sent.values()))
+            ledger.timeline.waited(begin, end)
         return self.result
 
     def done(self) -> bool:
         return self.pending.done()
 
 
-def gather_json(comm: Comm, value: Any) -> list[Any]:
+def gather_json(comm: Comm, value: Any, pad_bytes: int = 1024) -> list[Any]:
     """Every rank's JSON value on every rank. Text, never pickled objects, is what crosses the wire.
 
     It is padded to whole kibibytes, so that the digits of a time or the length of a path do not change the count.
     """
     text = json.dumps(value).encode()
-    length = int(comm.max(torch.tensor([-(-len(text) // 1024) * 1024])).item())
+    length = int(comm.max(torch.tensor([-(-len(text) // pad_bytes) * pad_bytes])).item())
     padded = torch.frombuffer(bytearray(text.ljust(length)), dtype=torch.uint8)
     return [json.loads(bytes(t.tolist())) for t in comm.gather(padded)]
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.process import ProcessComm
-from thinwire.comm.world import World, find_world
+from thinwire.comm.world import World, find_world, host_id
 from thinwire.errors import RunError, UsageError
 
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
@@ -61,7 +61,18 @@ def join(
 def _world_comm(device: torch.device) -> ProcessComm:
     group = dist.group.WORLD
     assert group is not None
-    return ProcessComm((group, dist.new_group(backend=dist.get_backend())), "world", Ledger(), device)
+    groups = (group, dist.new_group(backend=dist.get_backend()))
+    return ProcessComm(groups, "world", Ledger(), device, _nodes(device))
+
+
+def _nodes(device: torch.device) -> list[int]:
+    """The node of each rank, numbered in rank order: ranks on one host are on one node."""
+    own = torch.tensor([host_id()], device=device if dist.get_backend() == "nccl" else "cpu")
+    hosts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(hosts, own)
+    ids = [int(host) for host in hosts]
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(ids))}
+    return [numbers[host] for host in ids]
 
 
 @contextmanager

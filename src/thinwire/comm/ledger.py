@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
+from thinwire.comm.timeline import Timeline
+
 Purpose = Literal["train", "sync", "eval", "checkpoint", "start"]
 
 
@@ -27,21 +29,23 @@ class Total:
     calls: int = 0
     payload_bytes: int = 0  # size of the tensors handed over
     wire_bytes: int = 0  # what this rank put on the link for them
+    between_bytes: int = 0  # the part of wire_bytes that left the node
     seconds: float = 0.0
 
 
 class Ledger:
-    """Counts what one rank sends.
+    """Counts what one rank sends, and (in `timeline`) how long it waited for that.
 
     >>> ledger = Ledger()
     >>> with ledger.purpose("eval"):
-    ...     line = ledger.book("world", "all_reduce", ranks=4, payload_bytes=400, wire_bytes=600, seconds=0.1)
+    ...     line = ledger.book("world", "all_reduce", ranks=4, payload_bytes=400, wire_bytes=600, between_bytes=600)
     >>> ledger.wire_bytes, ledger.rows()[0]["purpose"]
     (600, 'eval')
     """
 
     def __init__(self) -> None:
         self.totals: dict[Key, Total] = {}
+        self.timeline = Timeline()
         self._lock = threading.Lock()
         self._purpose = threading.local()  # each thread says for itself what it is doing
 
@@ -62,8 +66,9 @@ class Ledger:
         return purpose
 
     def book(
-        self, link: str, op: str, *, ranks: int, payload_bytes: int, wire_bytes: int, seconds: float = 0.0
-    ) -> Total:
+        self, link: str, op: str, *, ranks: int, payload_bytes: int, wire_bytes: int, between_bytes: int,
+        seconds: float = 0.0,
+    ) -> Total:  # fmt: skip
         """Add one operation; returns the line that it is in, for `spend`."""
         key = Key(self.current_purpose, link, op, ranks)
         with self._lock:
@@ -71,6 +76,7 @@ class Ledger:
             total.calls += 1
             total.payload_bytes += payload_bytes
             total.wire_bytes += wire_bytes
+            total.between_bytes += between_bytes
             total.seconds += seconds
             return total
 
@@ -98,6 +104,9 @@ class Ledger:
         }
 
 
+Sent = dict[int, int]  # to which rank of the group, how many bytes
+
+
 def all_reduce_bytes(payload: int, ranks: int) -> int:
     """A ring: 2(n−1)/n of the payload, in n−1 steps of summing and n−1 of handing round."""
     return round(2 * (ranks - 1) / ranks * payload)
@@ -108,11 +117,17 @@ def all_gather_bytes(payload: int, ranks: int) -> int:
     return (ranks - 1) * payload
 
 
-def broadcast_bytes(payload: int, ranks: int, rank: int, root: int, backend: str) -> int:
+def round_the_ring(num_bytes: int, ranks: int, rank: int) -> Sent:
+    """All of it to the next rank."""
+    return {(rank + 1) % ranks: num_bytes} if ranks > 1 else {}
+
+
+def broadcast(payload: int, ranks: int, rank: int, root: int, backend: str) -> Sent:
     """gloo: a binomial tree, the root sends ⌈log₂ n⌉ copies; nccl: a chain, all but the last send one."""
     place = (rank - root) % ranks
     if backend == "nccl":
-        return payload if place < ranks - 1 else 0
-    rounds = (ranks - 1).bit_length()
-    copies = [1 for i in range(rounds) if place < 2**i and place + 2**i < ranks]
-    return payload * len(copies)
+        next_places = [place + 1] if place < ranks - 1 else []
+    else:
+        rounds = (ranks - 1).bit_length()
+        next_places = [place + 2**i for i in range(rounds) if place < 2**i and place + 2**i < ranks]
+    return {(root + next_place) % ranks: payload for next_place in next_places}

@@ -34,8 +34,9 @@ class ProcessComm(Comm):
     the communication thread is at work, and a group's messages must go in the same order on every rank.
     """
 
-    def __init__(self, groups: _Pair, link: str, ledger: Ledger, device: torch.device) -> None:
+    def __init__(self, groups: _Pair, link: str, ledger: Ledger, device: torch.device, nodes: Sequence[int]) -> None:
         self.group, self.side_group = groups
+        self.nodes = tuple(nodes)
         self.rank = self.group.rank()
         self.size = self.group.size()
         self.link = link
@@ -50,19 +51,25 @@ class ProcessComm(Comm):
         if self.size != dist.get_world_size():
             raise UsageError("split: only the whole world can be split, because every rank must make every group")
         made = [_new_pair(list(group), self.backend) for group in groups]
-        mine = next(pair for group, pair in zip(groups, made, strict=True) if self.rank in group)
-        part = ProcessComm(mine, link, self.ledger, self.wire_device)
+        mine, members = next(x for x in zip(made, groups, strict=True) if self.rank in x[1])
+        part = ProcessComm(mine, link, self.ledger, self.wire_device, [self.nodes[r] for r in sorted(members)])
         self._parts.append(part)
         return part
 
     def close(self) -> None:
-        """End the communication thread and the groups that were made for this one, and those split from it."""
+        """End the communication thread and the groups that were made for this one, and those split from it.
+
+        Gloo's threads end when nobody refers to their group any more; one that lets go of its last tensor while
+        the interpreter is ending would abort the process.
+        """
         self.thread.close()
         for part in self._parts:
+            group = part.group
             part.close()
-            dist.destroy_process_group(part.group)
+            dist.destroy_process_group(group)
         self._parts.clear()
         dist.destroy_process_group(self.side_group)
+        del self.group, self.side_group
 
     def _start_reduce(self, tensor: Tensor, op: Op) -> Pending:
         if self.backend == "gloo" and tensor.dtype not in GLOO_SUMS:

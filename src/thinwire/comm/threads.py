@@ -11,6 +11,7 @@ from torch import Tensor
 
 from thinwire.comm.base import Comm, Op, Pending
 from thinwire.comm.ledger import Ledger
+from thinwire.comm.world import place
 from thinwire.errors import PeerLost, UsageError
 
 T = TypeVar("T")
@@ -71,9 +72,12 @@ class ThreadComm(Comm):
 
     backend = "gloo"
 
-    def __init__(self, board: Board, members: Sequence[int], rank: int, link: str, ledger: Ledger) -> None:
+    def __init__(
+        self, board: Board, members: Sequence[int], rank: int, link: str, ledger: Ledger, nodes: Sequence[int]
+    ) -> None:
         self.board = board
         self.members = tuple(members)
+        self.nodes = tuple(nodes)
         self.rank = rank
         self.size = len(self.members)
         self.link = link
@@ -86,7 +90,8 @@ class ThreadComm(Comm):
     def split(self, groups: Sequence[Sequence[int]], link: str) -> ThreadComm:
         own = self._group_of_mine(groups)
         self._splits += 1
-        part = ThreadComm(self.board, [self.members[r] for r in own], own.index(self.rank), link, self.ledger)
+        members, nodes = [self.members[r] for r in own], [self.nodes[r] for r in own]
+        part = ThreadComm(self.board, members, own.index(self.rank), link, self.ledger, nodes)
         part._name = (*self._name, self._splits, link, part.members)
         return part
 
@@ -159,8 +164,10 @@ class _Reduction:
         return self.result is not None or self.ready()
 
 
-def simulate(function: Callable[[Comm], T], *, ranks: int) -> list[T]:
+def simulate(function: Callable[[Comm], T], *, ranks: int, nodes: int = 1) -> list[T]:
     """Run `function(comm)` on n ranks as threads of this process; returns each rank's result, in rank order.
+
+    With `nodes`, the ledger counts as if the ranks were spread over so many nodes.
 
     The ranks share torch's global random state: make models before, and copy them inside.
 
@@ -170,13 +177,14 @@ def simulate(function: Callable[[Comm], T], *, ranks: int) -> list[T]:
     """
     if ranks < 1:
         raise UsageError(f"simulate: ranks={ranks}; possible: 1 or more")
+    placed = place(ranks, nodes)
     board = Board()
     results: list[Any] = [None] * ranks
     errors: dict[int, BaseException] = {}
 
     def run(rank: int) -> None:
         try:
-            results[rank] = function(ThreadComm(board, range(ranks), rank, "world", Ledger()))
+            results[rank] = function(ThreadComm(board, range(ranks), rank, "world", Ledger(), placed))
             board.end(rank, "it has finished")
         except BaseException as error:
             errors[rank] = error

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from thinwire.errors import UsageError
 
@@ -23,6 +27,25 @@ class World:
     address: str
     port: int
     launcher: str
+
+
+def place(ranks: int, nodes: int) -> list[int]:
+    """The node of each rank: neighbours together, nodes as equal as possible.
+
+    >>> place(5, 2)
+    [0, 0, 0, 1, 1]
+    """
+    if not 1 <= nodes <= ranks:
+        raise UsageError(f"{nodes} nodes for {ranks} ranks; possible: 1 to {ranks}, so that every node has a rank")
+    return [rank * nodes // ranks for rank in range(ranks)]
+
+
+def host_id() -> int:
+    """Tells hosts apart: machines that were booted apart, or network namespaces of one machine."""
+    facts = [socket.gethostname()]
+    with suppress(OSError):
+        facts = [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/net")]
+    return int.from_bytes(hashlib.sha256("".join(facts).encode()).digest()[:7], "big")
 
 
 def find_world(env: Mapping[str, str] = os.environ) -> World | None:

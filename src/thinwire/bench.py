@@ -1,0 +1,207 @@
+"""Compare strategies: the same task, data order, initial weights and seeds for each, one run after the other."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from thinwire.comm.world import find_world
+from thinwire.config import CompareConfig
+from thinwire.display import Display, Job
+from thinwire.errors import RunError, Stopped, ThinwireError, UsageError
+from thinwire.launch import check_names, check_options, start_ranks
+from thinwire.netlab import Lab
+from thinwire.network import check_network, network
+from thinwire.records import RunFolder, write_text
+from thinwire.report import write_report
+from thinwire.results import FORMAT, Results, as_json, read_comparison_file, read_results, read_summary, run_place
+from thinwire.spec import parse
+from thinwire.tables import comparison_table
+
+MAY_CHANGE = {"out", "resume", "target", "data", "strict", "keep", "restarts"}  # when a comparison is resumed
+
+
+def compare(specs: list[str], asked: dict[str, Any]) -> Results:
+    """Run every strategy with every seed, show a table, write results.json and report.html."""
+    if find_world() is not None:
+        raise UsageError("compare starts ranks on this machine; run it alone, not under torchrun, srun or mpirun")
+    comparison = Comparison.resumed(specs, asked) if asked.get("resume") else Comparison.new(specs, asked)
+    with alone_on_this_machine():
+        comparison.run()
+    return comparison.finish()
+
+
+class Comparison:
+    """A comparison and its folder: compare.json, results.json, report.html, and a run folder for each job."""
+
+    def __init__(self, specs: list[str], config: CompareConfig, folder: Path, command: str) -> None:
+        self.specs = specs
+        self.config = config
+        self.folder = folder
+        self.command = command
+        self.errors: dict[str, str] = {}  # by place
+        self.seeds = list(range(config.seed, config.seed + config.seeds))
+        self.jobs = [Job(s, seed, run_place(i, s, seed)) for seed in self.seeds for i, s in enumerate(specs)]
+        check_network(config)
+        for check in (check_names, check_options):  # all names first: that takes no torch
+            for spec in specs:
+                check(config.run(spec, 0, folder, resume=False))
+
+    @staticmethod
+    def new(specs: list[str], asked: dict[str, Any]) -> Comparison:
+        """A comparison that begins; a folder that holds something already is refused."""
+        config = CompareConfig(**asked)
+        folder = config.out or next(p for i in range(1, 10**6) if not (p := Path(f"runs/compare-{i}")).exists())
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UsageError(
+                f"{folder} exists and is not an empty folder; "
+                "add --resume to go on with the comparison in it, or give another --out"
+            )
+        RunFolder.new(config.run("", 0, folder, resume=False))
+        return Comparison(_distinct(specs), config, folder, _command(specs, asked))
+
+    @staticmethod
+    def resumed(specs: list[str], asked: dict[str, Any]) -> Comparison:
+        """The comparison in --out, to go on with."""
+        if asked.get("out") is None:
+            raise UsageError("--resume needs --out, the folder of the comparison to go on with")
+        folder = Path(asked["out"])
+        if not (folder / "compare.json").exists():
+            raise UsageError(f"{folder} holds no comparison (no compare.json); check --out, or leave out --resume")
+        about = read_comparison_file(folder)
+        if specs and _distinct(specs) != about["specs"]:
+            raise UsageError(f"{folder} compares {', '.join(about['specs'])}; leave the strategies out to resume it")
+        saved = CompareConfig(**about["settings"])
+        for name, value in asked.items():
+            if name not in MAY_CHANGE and value != getattr(saved, name):
+                option = name.replace("_", "-")
+                raise UsageError(f"{folder} was begun with --{option} {getattr(saved, name)}; leave out --{option}")
+        changes = {name: value for name, value in asked.items() if name in MAY_CHANGE}
+        return Comparison(about["specs"], saved.model_copy(update=changes), folder, about["command"])
+
+    # ---- running
+
+    def run(self) -> None:
+        """Do every job that is not finished; one that fails is noted, and the others go on."""
+        self._save()
+        try:
+            with network(self.config) as lab, tempfile.TemporaryDirectory(prefix="thinwire-") as scratch:
+                display = Display(self.jobs, self.results, Path(scratch) / "news.json")
+                with display.shown():
+                    for job in self.jobs:
+                        if not RunFolder(self.folder / job.place).summary.exists():
+                            display.begin(job)
+                            self._do(job, lab, display.news)
+                            display.end()
+        except (Stopped, KeyboardInterrupt):
+            self.finish(quiet=True)
+            go_on = f"thinwire compare --out {self.folder} --resume"
+            raise Stopped(f"stopped; what is finished is kept. To go on: {go_on}") from None
+
+    def _do(self, job: Job, lab: Lab | None, news: Path) -> None:
+        run = RunFolder(self.folder / job.place)
+        self.errors.pop(job.place, None)
+        try:
+            config = self.config.run(job.spec, job.seed, run.path, resume=run.config.exists())
+            if not config.resume:
+                RunFolder.new(config)
+            start_ranks(config, lab, news)
+            read_summary(run.summary)
+        except Stopped:
+            raise
+        except ThinwireError as error:
+            self.errors[job.place] = str(error)
+        self._save()
+
+    def _save(self) -> None:
+        about = {
+            "format": FORMAT,
+            "command": self.command,
+            "specs": self.specs,
+            "seeds": self.seeds,
+            "target": self.config.target,
+            "settings": self.config.model_dump(mode="json", exclude_none=True, exclude={"resume", "out", "strategy"}),
+            "errors": self.errors,
+        }
+        write_text(self.folder / "compare.json", json.dumps(about, indent=2) + "\n")
+
+    # ---- results
+
+    def results(self) -> Results:
+        """What there is so far."""
+        return read_results(self.folder)
+
+    def finish(self, quiet: bool = False) -> Results:
+        """Write results.json and report.html, and show the table."""
+        results = self.results()
+        write_text(self.folder / "results.json", json.dumps(as_json(results), indent=2) + "\n")
+        if results.example is None and not quiet:
+            raise RunError(f"no run finished:\n{_list_errors(results)}")
+        if results.example is None:
+            return results
+        page = write_report(results)
+        if not quiet:
+            console = Console()
+            console.print(comparison_table(results, wide=console.width >= 140))
+            console.print(f"results in {self.folder}; open {page}", highlight=False, soft_wrap=True)
+        if self.errors and not quiet:
+            raise RunError(f"{len(self.errors)} of {len(self.jobs)} runs failed:\n{_list_errors(results)}")
+        return results
+
+
+@contextmanager
+def alone_on_this_machine() -> Iterator[None]:
+    """Wait until no other comparison of this user is running here: two at once would spoil each other's times."""
+    path = Path(tempfile.gettempdir(), f"thinwire-compare-{os.getuid()}.lock")
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            who = os.pread(descriptor, 20, 0).decode().strip() or "?"
+            print(
+                f"waiting for another comparison on this machine (process {who}) to end; "
+                "two at once would spoil each other's times",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _distinct(specs: list[str]) -> list[str]:
+    """The specs in their usual spelling; none may be missing or given twice."""
+    if not specs:
+        raise UsageError("compare what? Give one or more strategies from 'thinwire list strategies', as data_parallel")
+    usual = [str(parse(spec)) for spec in specs]
+    for spec in usual:
+        if usual.count(spec) > 1:
+            raise UsageError(f"{spec} is given twice; every strategy runs once for each of --seeds")
+    return usual
+
+
+def _command(specs: list[str], asked: dict[str, Any]) -> str:
+    """The command that repeats this comparison."""
+    words = ["thinwire", "compare", *specs]
+    for name, value in asked.items():
+        if name not in ("out", "resume"):
+            option = f"--{name.replace('_', '-')}"
+            words += [option] if value is True else [f"--no-{option[2:]}"] if value is False else [option, str(value)]
+    return shlex.join(words)
+
+
+def _list_errors(results: Results) -> str:
+    return "\n".join(f"  {entry.spec}, {error}" for entry in results.entries for error in entry.errors)

@@ -1,0 +1,118 @@
+"""A comparison as it goes on: a live table in a terminal, a line or two for each run elsewhere."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from thinwire.results import Record, Results
+from thinwire.tables import clock, comparison_table, show
+
+
+class Job(NamedTuple):
+    """One run of a comparison, and its folder within that of the comparison."""
+
+    spec: str
+    seed: int
+    place: str
+
+
+class Display:
+    """Told when runs begin and end; a run that is under way tells how far it is in the file `news`."""
+
+    def __init__(self, jobs: list[Job], read: Callable[[], Results], news: Path) -> None:
+        self.jobs = jobs
+        self.read = read
+        self.news = news
+        self.results = read()
+        self.job: Job | None = None
+        self.began = 0.0
+        self.took: dict[str, list[float]] = {}  # spec → seconds of runs that ended
+        self.console = Console(stderr=True)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show it inside the block."""
+        if not self.console.is_terminal:
+            yield
+            return
+        with Live(console=self.console, get_renderable=self._table, refresh_per_second=4, transient=True):
+            yield
+
+    def begin(self, job: Job) -> None:
+        """A run begins."""
+        self.news.unlink(missing_ok=True)
+        self.job, self.began = job, time.monotonic()
+        self._say(f"run {self.jobs.index(job) + 1} of {len(self.jobs)}: {job.spec}, seed {job.seed}")
+
+    def end(self) -> None:
+        """The run has ended, well or not."""
+        assert self.job is not None
+        self.took.setdefault(self.job.spec, []).append(time.monotonic() - self.began)
+        self.results = self.read()
+        record = self._record(self.job)
+        self.job = None
+        if record.summary is None:
+            found = f"failed: {(record.error or '').splitlines()[0]}"
+        else:
+            value = show(record.summary["value"], record.summary["metric"])
+            found = f"{record.summary['metric']} {value} in {clock(record.summary['train_seconds'])}"
+        self._say(f"  {found}; {self._left()}")
+
+    def _table(self) -> Table:
+        table = comparison_table(self.results, {entry.spec: self._state(entry.spec) for entry in self.results.entries})
+        table.caption, table.caption_justify = self._left(), "left"
+        return table
+
+    def _state(self, spec: str) -> str:
+        entry = next(e for e in self.results.entries if e.spec == spec)
+        state = f"{len(entry.finished)}/{len(entry.records)}"
+        if entry.errors:
+            state += f", {len(entry.errors)} failed"
+        if self.job is not None and self.job.spec == spec:
+            state += f", seed {self.job.seed}: {100 * self._share():.0f} %"
+        return state
+
+    def _share(self) -> float:
+        """How much of the present run is done."""
+        try:
+            news = json.loads(self.news.read_text())
+        except (OSError, ValueError):
+            return 0.0
+        return float(news["step"] / max(news["num_steps"], 1))
+
+    def _left(self) -> str:
+        """The time that is left, from what runs took: of the same strategy where there are any."""
+        to_do = [job for job in self.jobs if job != self.job and self._is_open(job)]
+        known = [seconds for times in self.took.values() for seconds in times]
+        present = 0.0
+        if self.job is not None and (share := self._share()) > 0.02:
+            spent = time.monotonic() - self.began
+            present = spent / share - spent
+            known.append(spent / share)
+        if not known:
+            return f"{len(to_do) + (self.job is not None)} runs to do"
+        typical = sum(known) / len(known)
+        means = {spec: sum(times) / len(times) for spec, times in self.took.items()}
+        return f"about {clock(present + sum(means.get(job.spec, typical) for job in to_do))} left"
+
+    def _is_open(self, job: Job) -> bool:
+        record = self._record(job)
+        return record.summary is None and record.error is None
+
+    def _record(self, job: Job) -> Record:
+        entry = next(e for e in self.results.entries if e.spec == job.spec)
+        return next(r for r in entry.records if r.seed == job.seed)
+
+    def _say(self, text: str) -> None:
+        if not self.console.is_terminal:
+            print(text, file=sys.stderr, flush=True)

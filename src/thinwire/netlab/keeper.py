@@ -1,0 +1,181 @@
+"""The process that holds a lab: it makes namespaces, links and queues, and when it ends the kernel removes them all.
+
+It ends when its standard input does, so however its parent ends, nothing stays behind: no name is ever given to
+anything outside of the namespaces. Requests and answers are lines of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pyroute2 import IPRoute, NetlinkError
+
+from thinwire.netlab import kernel
+from thinwire.netlab.link import Link
+from thinwire.netlab.probe import measure
+from thinwire.netlab.relay import MTU as RELAY_MTU
+from thinwire.netlab.relay import open_tun, relay
+
+NETWORK = "10.77.0."
+MTU = 9_000  # jumbo frames: headers take 1 % of the rate instead of 5 %
+BURST_SECONDS = 0.003  # what may pass at once after a pause; small beside a training step
+MIN_BURST_BYTES, MAX_BURST_BYTES = 2 * MTU + 2_000, 64_000
+QUEUE_BYTES = 4_000_000
+ROOT_QUEUE = 0x10000
+SETTINGS = {
+    "ipv4/tcp_congestion_control": "reno",  # in every kernel, allowed to everybody: runs repeat elsewhere
+    "ipv4/tcp_rmem": "4096 131072 33554432",  # room for links that are fast and long
+    "ipv4/tcp_wmem": "4096 131072 33554432",
+    "ipv6/conf/default/disable_ipv6": "1",  # or the kernel looks for routers, and that is counted
+}
+
+
+class Keeper:
+    """A switch and n hosts, each a network namespace of its own."""
+
+    def __init__(self, num_hosts: int, link: Link | None) -> None:
+        self.link = link
+        self.own_user = self._get_permission()
+        self.switch = self._here()
+        self.addresses = [f"{NETWORK}{i + 1}" for i in range(num_hosts)]
+        self.hosts = [self._new_host() for _ in range(num_hosts)]
+        delay = link is not None and link.latency_ms > 0
+        self.relayed = delay and not self._has_netem()
+        if self.relayed:
+            self._join_by_relay()
+        else:
+            self._join_by_bridge(delay)
+
+    def enter(self, host: int) -> None:
+        """Be on a host: sockets made now are its."""
+        kernel.setns(self.hosts[host], kernel.NEWNET)
+
+    # ---- namespaces
+
+    def _get_permission(self) -> bool:
+        """Be in a new network namespace, which becomes the switch; True if that took a user namespace of our own."""
+        try:
+            kernel.unshare(kernel.NEWNET)
+        except PermissionError:
+            kernel.become_root()
+            kernel.unshare(kernel.NEWNET)
+            return True
+        return False
+
+    @staticmethod
+    def _here() -> str:
+        """Keep the present network namespace alive; returns the path by which others enter it."""
+        return f"/proc/{os.getpid()}/fd/{os.open('/proc/self/ns/net', os.O_RDONLY)}"
+
+    def _new_host(self) -> str:
+        kernel.unshare(kernel.NEWNET)
+        for setting, value in SETTINGS.items():
+            with suppress(OSError):
+                Path("/proc/sys/net", setting).write_text(value)
+        with IPRoute() as ip:
+            ip.link("set", index=_index(ip, "lo"), state="up")
+        return self._here()
+
+    # ---- joining hosts
+
+    def _has_netem(self) -> bool:
+        kernel.setns(self.switch, kernel.NEWNET)
+        with IPRoute() as ip:
+            try:
+                ip.tc("add", "netem", _index(ip, "lo"), handle=ROOT_QUEUE, delay=1000)
+                ip.tc("del", "netem", _index(ip, "lo"), handle=ROOT_QUEUE)
+            except NetlinkError:
+                return False
+        return True
+
+    def _join_by_bridge(self, delay: bool) -> None:
+        kernel.setns(self.switch, kernel.NEWNET)
+        with IPRoute() as switch:
+            switch.link("add", ifname="bridge", kind="bridge", mtu=MTU)
+            bridge = _index(switch, "bridge")
+            switch.link("set", index=bridge, state="up")
+            for i, host in enumerate(self.hosts):
+                name = f"port{i}"
+                peer = {"ifname": kernel.WIRE, "mtu": MTU, "net_ns_fd": host}
+                switch.link("add", ifname=name, kind="veth", mtu=MTU, peer=peer)
+                port = _index(switch, name)
+                switch.link("set", index=port, master=bridge, state="up")
+                self._shape(switch, port, delay)
+        for i in range(len(self.hosts)):
+            self._bring_up(i)
+
+    def _join_by_relay(self) -> None:
+        tuns = []
+        for i in range(len(self.hosts)):
+            self.enter(i)
+            tuns.append(open_tun())
+            self._bring_up(i, mtu=RELAY_MTU)
+        reader, self._relay_until = os.pipe()  # closed when this process ends, however it ends
+        if os.fork() == 0:
+            os.close(self._relay_until)
+            assert self.link is not None
+            with suppress(KeyboardInterrupt):
+                relay(tuns, self.link, stop=reader)
+            os._exit(0)
+
+    def _bring_up(self, host: int, mtu: int = MTU) -> None:
+        self.enter(host)
+        with IPRoute() as ip:
+            wire = _index(ip, kernel.WIRE)
+            ip.addr("add", index=wire, address=self.addresses[host], prefixlen=24)
+            ip.link("set", index=wire, mtu=mtu, state="up")
+            self._shape(ip, wire, delay=False)
+
+    def _shape(self, ip: IPRoute, index: int, delay: bool) -> None:
+        """A token bucket on what leaves an interface, behind netem where packets are to be held."""
+        if self.link is None:
+            return
+        rate = round(self.link.rate_mbit * 1e6 / 8)
+        burst = round(min(max(rate * BURST_SECONDS, MIN_BURST_BYTES), MAX_BURST_BYTES))
+        ip.link("set", index=index, gso_max_size=burst - 2_000)  # so that no packet is larger than the bucket
+        at: dict[str, Any] = {"handle": ROOT_QUEUE}
+        if delay:
+            ip.tc("add", "netem", index, handle=ROOT_QUEUE, delay=round(1e3 * self.link.latency_ms), limit=100_000)
+            at = {"handle": 2 * ROOT_QUEUE, "parent": ROOT_QUEUE + 1}
+        ip.tc("add", "tbf", index, rate=rate, burst=burst, limit=QUEUE_BYTES, **at)
+
+    # ---- requests
+
+    def answer(self, request: str) -> Any:
+        """What is asked for, by name."""
+        if request == "measure":
+            return measure(self.addresses, self.enter)._asdict()
+        assert request == "sent", request
+        counts = []
+        for i in range(len(self.hosts)):
+            self.enter(i)
+            counts.append(kernel.sent_bytes())
+        return counts
+
+
+def _index(ip: IPRoute, name: str) -> int:
+    return int(ip.link_lookup(ifname=name)[0])
+
+
+def main() -> None:
+    """Make the lab that the arguments describe, say where it is, answer requests until the input ends."""
+    num_hosts, link_json = int(sys.argv[1]), json.loads(sys.argv[2])
+    try:
+        keeper = Keeper(num_hosts, Link(*link_json) if link_json else None)
+    except (OSError, NetlinkError) as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        return
+    user = f"/proc/{os.getpid()}/ns/user" if keeper.own_user else None
+    hosts = [{"address": a, "net": n, "user": user} for a, n in zip(keeper.addresses, keeper.hosts, strict=True)]
+    print(json.dumps({"hosts": hosts, "relayed": keeper.relayed}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(keeper.answer(line.strip())), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""A lab: hosts to run programs on, and the link between them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from thinwire.errors import RunError, UsageError
+from thinwire.netlab import kernel
+from thinwire.netlab.link import Link, parse_link
+from thinwire.netlab.probe import Measured
+
+MAX_HOSTS = 254
+ENTER_AND_RUN = (
+    "import json, os, sys; from thinwire.netlab.lab import Host; "
+    "Host(**json.loads(sys.argv[1])).enter(); os.execvp(sys.argv[2], sys.argv[2:])"
+)
+
+
+class NotAllowed(RunError):
+    """This machine does not let us make hosts."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host: an address of its own, and the namespaces that a process enters to be on it."""
+
+    address: str
+    net: str
+    user: str | None = None
+
+    def enter(self) -> None:
+        """Be on this host from now on: this thread and those it starts. Without root, only before any thread."""
+        if self.user is not None:
+            kernel.setns(self.user, kernel.NEWUSER)
+        kernel.setns(self.net, kernel.NEWNET)
+
+    def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        """Start a program on this host; options as for subprocess.Popen."""
+        here = json.dumps({"address": self.address, "net": self.net, "user": self.user})
+        return subprocess.Popen([sys.executable, "-c", ENTER_AND_RUN, here, *command], **options)
+
+    def run(self, command: Sequence[str], timeout_seconds: float = 60) -> str:
+        """What a program prints on this host; RunError if it fails."""
+        with self.start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                output, errors = process.communicate(timeout=timeout_seconds)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise RunError(f"{command[0]} on {self.address} took longer than {timeout_seconds} s") from None
+        if process.returncode:
+            raise RunError(f"{command[0]} on {self.address} ended with code {process.returncode}: {errors.strip()}")
+        return str(output)
+
+
+class Lab(Sequence[Host]):
+    """Hosts on one network. Use it through `hosts`, which removes it again."""
+
+    def __init__(self, num_hosts: int, link: Link | None) -> None:
+        self.link = link
+        command = [sys.executable, "-m", "thinwire.netlab.keeper", str(num_hosts), json.dumps(link)]
+        pipe = subprocess.PIPE
+        self._keeper = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+        answer = self._read()
+        if "error" in answer:
+            self.close()
+            raise NotAllowed(_not_allowed(answer["error"]))
+        self.relayed = bool(answer["relayed"])  # latency by a relay, because the kernel has no netem
+        self._hosts = [Host(**host) for host in answer["hosts"]]
+
+    def measure(self) -> Measured:
+        """What the link really does, now."""
+        return Measured(**self._ask("measure"))
+
+    def sent_bytes(self) -> list[dict[str, int]]:
+        """What each host has sent, by the kernel's count: `inside` it and `between` it and the others."""
+        counts: list[dict[str, int]] = self._ask("sent")
+        return counts
+
+    def close(self) -> None:
+        """Remove everything."""
+        assert self._keeper.stdin is not None
+        assert self._keeper.stdout is not None
+        self._keeper.stdin.close()
+        try:
+            self._keeper.wait(10)
+        except subprocess.TimeoutExpired:
+            self._keeper.kill()
+            self._keeper.wait()
+        self._keeper.stdout.close()
+
+    def __len__(self) -> int:
+        return len(self._hosts)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._hosts[index]
+
+    def _ask(self, request: str) -> Any:
+        assert self._keeper.stdin is not None
+        try:
+            self._keeper.stdin.write(request + "\n")
+            self._keeper.stdin.flush()
+        except OSError:
+            raise RunError("the process that holds the network has ended; start again") from None
+        return self._read()
+
+    def _read(self) -> Any:
+        assert self._keeper.stdout is not None
+        line = self._keeper.stdout.readline()
+        if not line:
+            raise RunError("the process that holds the network has ended; its message is above")
+        return json.loads(line)
+
+
+@contextmanager
+def hosts(count: int, link: str | Link | None = None) -> Iterator[Lab]:
+    """Some hosts on this machine, joined by a link (default: as fast as the machine can).
+
+    Each has an address, a loopback and an interface `wire` of its own; each sends and receives at the link's rate,
+    through a switch. All of it is gone when the block ends, or this process does.
+
+    >>> from thinwire import netlab
+    >>> with netlab.hosts(2, link="100mbit") as hosts:  # doctest: +SKIP
+    ...     hosts[0].run(["hostname", "-I"]), hosts.measure().rate_mbit
+    ('10.77.0.1 ', 98.7)
+    """
+    if not 1 <= count <= MAX_HOSTS:
+        raise UsageError(f"{count} hosts; possible: 1 to {MAX_HOSTS}")
+    lab = Lab(count, parse_link(link) if isinstance(link, str) else link)
+    try:
+        yield lab
+    finally:
+        lab.close()
+
+
+def _not_allowed(reason: str) -> str:
+    how = "run as root"
+    if os.getuid() != 0:
+        how += (
+            ", or allow user namespaces (sysctl -w user.max_user_namespaces=1000, and on some systems "
+            "kernel.unprivileged_userns_clone=1 or kernel.apparmor_restrict_unprivileged_userns=0)"
+        )
+    else:
+        how = "give this container the capability SYS_ADMIN (docker run --cap-add SYS_ADMIN), or leave out --link"
+    return f"network namespaces are not allowed here ({reason}); {how}"

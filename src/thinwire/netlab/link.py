@@ -1,0 +1,45 @@
+"""How fast and how far: "100mbit,10ms"."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from thinwire.errors import UsageError
+
+RATES = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}  # in Mbit/s
+TIMES = {"us": 1e-3, "ms": 1.0, "s": 1e3}  # in ms
+SLOWEST_MBIT, FASTEST_MBIT, LONGEST_MS = 0.1, 10_000.0, 2_000.0
+
+
+class Link(NamedTuple):
+    """The link of every host: so much in each direction at once, and so long from one host to another."""
+
+    rate_mbit: float
+    latency_ms: float = 0.0  # one way; a round trip takes twice as long
+
+    def __str__(self) -> str:
+        return f"{self.rate_mbit:g}mbit" + (f",{self.latency_ms:g}ms" if self.latency_ms else "")
+
+
+def parse_link(text: str) -> Link:
+    """A link from its text: a rate, and a latency if there is one.
+
+    >>> parse_link("1gbit"), str(parse_link("2.5mbit,500us"))
+    (Link(rate_mbit=1000.0, latency_ms=0.0), '2.5mbit,0.5ms')
+    """
+    match = re.fullmatch(r"([\d.]+) ?([kmg]bit)(?:/s)?(?:, ?([\d.]+) ?(us|ms|s))?", text.strip().lower())
+    try:
+        if match is None:
+            raise ValueError
+        rate, unit, delay, delay_unit = match.groups()
+        link = Link(float(rate) * RATES[unit], float(delay) * TIMES[delay_unit] if delay else 0.0)
+    except ValueError:
+        raise UsageError(
+            f"link '{text}': expected a rate and perhaps a latency; try 100mbit, or 1gbit,10ms (10 ms each way)"
+        ) from None
+    if not SLOWEST_MBIT <= link.rate_mbit <= FASTEST_MBIT:
+        raise UsageError(f"link '{text}': possible rates are 100kbit to 10gbit; try 100mbit")
+    if link.latency_ms > LONGEST_MS:
+        raise UsageError(f"link '{text}': possible latencies are 0ms to 2s; try 100mbit,10ms")
+    return link

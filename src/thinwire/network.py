@@ -1,0 +1,73 @@
+"""The network of a run: hosts and link as asked for, or an honest word that there are none."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Literal, NamedTuple
+
+from thinwire import netlab
+from thinwire.comm.world import place
+from thinwire.config import RunConfig
+from thinwire.errors import RunError, UsageError
+
+State = Literal["shaped", "off", "not shaped"]
+
+
+class LinkReport(NamedTuple):
+    """What the launcher knows of the network that a run is on."""
+
+    on_hosts: bool = False  # ranks are on netlab's hosts, whose counters count nothing else
+    state: State | None = None
+    rate_mbit: float | None = None  # measured
+    latency_ms: float | None = None
+
+
+def check_network(config: RunConfig) -> None:
+    """Raise UsageError for hosts or a link that cannot be."""
+    if config.link is not None:
+        netlab.parse_link(config.link)
+    if config.nodes is None and config.link is None:
+        return
+    option = "--link" if config.link is not None else "--nodes"
+    ranks = config.ranks or 1
+    if ranks == 1:
+        raise UsageError(f"{option} is about several ranks, and there is one; try --ranks 4")
+    if config.nodes == 1 and config.link is not None:
+        raise UsageError("--link joins nodes, and --nodes 1 puts all ranks on one; try --nodes 2")
+    place(ranks, config.nodes or ranks)
+
+
+@contextmanager
+def network(config: RunConfig) -> Iterator[netlab.Lab | None]:
+    """The hosts that a config asks for; none if it asks for none, or, unless it is strict, if none can be had."""
+    if config.nodes is None and config.link is None:
+        yield None
+        return
+    with ExitStack() as stack:
+        lab = None
+        try:
+            lab = stack.enter_context(netlab.hosts(config.nodes or config.ranks or 1, config.link))
+        except netlab.NotAllowed as error:
+            if config.strict:
+                raise
+            print(f"warning: {error}. Going on without: times are not shaped", file=sys.stderr, flush=True)
+        yield lab
+
+
+def check_link(lab: netlab.Lab | None, config: RunConfig) -> LinkReport:
+    """Measure the link; a strict config has no use for one that is off."""
+    if lab is None:
+        return LinkReport(state="not shaped" if config.link is not None else None)
+    if lab.link is None:
+        return LinkReport(on_hosts=True)
+    measured = lab.measure()
+    report = LinkReport(True, "off" if measured.is_off(lab.link) else "shaped", *measured)
+    if report.state == "off":
+        found = f"{measured.rate_mbit:.3g} Mbit/s and {measured.latency_ms:.3g} ms were measured"
+        message = f"--link {lab.link}, but {found}"
+        if config.strict:
+            raise RunError(f"{message}; the machine may be too busy or too slow for it: try a slower link")
+        print(f"warning: {message}", file=sys.stderr, flush=True)
+    return report
