@@ -23,15 +23,15 @@ LAYERS = [
     {"evaluation", "summary", "startup"},
     {"worker", "rendezvous"},
     {"launch"},
-    {"bench", "display", "report", "figures"},
+    {"bench", "display", "report"},
     {"cli"},
     {"__main__", "__init__"},
 ]
 NO_TORCH = {
     "tables",
     "results",
-    "report",
-    "figures",
+    "report/page",
+    "report/figures",
     "network",
     "display",
     "netlab/lab",

@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 
 from thinwire.config import RunConfig
-from thinwire.figures import Point, pareto, short, timeline, without
 from thinwire.records import RunFolder
 from thinwire.report import page, write_report
+from thinwire.report.figures import Point, pareto
+from thinwire.report.marks import short
+from thinwire.report.timeline import timeline, without
 from thinwire.results import Entry, Record, Results, read_results, run_place
 
 DENSE = "data_parallel(parcel_mb=5)"

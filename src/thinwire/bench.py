@@ -28,6 +28,7 @@ from thinwire.results import FORMAT, Results, as_json, read_comparison_file, rea
 from thinwire.spec import parse
 from thinwire.tables import comparison_table
 
+WIDE = 150  # columns of a terminal with room for every figure
 MAY_CHANGE = {"out", "resume", "target", "data", "strict", "keep", "restarts"}  # when a comparison is resumed
 
 
@@ -152,7 +153,9 @@ class Comparison:
         page = write_report(results)
         if not quiet:
             console = Console()
-            console.print(comparison_table(results, wide=console.width >= 140))
+            if not console.is_terminal:
+                console = Console(width=WIDE)  # nothing is cut off in a file
+            console.print(comparison_table(results, wide=console.width >= WIDE))
             console.print(f"results in {self.folder}; open {page}", highlight=False, soft_wrap=True)
         if self.errors and not quiet:
             raise RunError(f"{len(self.errors)} of {len(self.jobs)} runs failed:\n{_list_errors(results)}")

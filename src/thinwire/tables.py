@@ -95,18 +95,21 @@ def clock(seconds: float) -> str:
 
 
 def comparison_table(results: Results, states: dict[str, str] | None = None, wide: bool = False) -> Table:
-    """A row for each strategy; `states` says how far each is while the comparison goes on."""
+    """A row for each strategy; `states` says how far each is while the comparison goes on.
+
+    `between` is what all ranks together sent from node to node, by the ledger; `kernel` the same by its witness.
+    """
     example = results.example
     metric = example["metric"] if example else "accuracy"
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
-    table.add_column("strategy", overflow="fold", ratio=1, min_width=14)
+    table.add_column("strategy", overflow="fold", min_width=14)
     if states is not None:
         table.add_column("progress", no_wrap=True)
     headings = [metric, "training"] + ([f"to {results.target:g}"] if results.target is not None else [])
-    headings += ["sent/rank", "between nodes", "waiting"]
-    headings += ["best", "by the kernel", "samples/s", "memory"] if wide else []
+    headings += ["sent/rank", "between", "waiting"]
+    headings += ["best", "kernel", "samples/s", "memory"] if wide else []
     for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=" " not in heading)
+        table.add_column(heading, justify="right", no_wrap=True)
     for entry in results.entries:
         state = [states.get(entry.spec, "")] if states is not None else []
         table.add_row(entry.spec, *state, *_figures(entry, metric, results.target, wide))

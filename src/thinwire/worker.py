@@ -165,7 +165,9 @@ class Run:
             if save or len(self.losses) >= CHECK_EVERY_STEPS or self.progress.due():
                 self._look(num_samples / spent)
             if save:
+                pause = time.monotonic()
                 self.checkpoints.save(self.at.step, self._state)
+                begin += time.monotonic() - pause  # that was no training
         self._look(num_samples / (time.monotonic() - begin))
         row = self._test_and_record(num_samples / (time.monotonic() - begin))
         value = row[f"test_{self.task.metric}"]

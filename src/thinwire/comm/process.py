@@ -133,7 +133,10 @@ class CommThread:
         self._work.put((self.ledger.current_purpose, run))
 
     def close(self) -> None:
+        """End the thread once it has done everything. One that waits for a lost peer is left to the process's end."""
         self._work.put(None)
+        if self._thread.ident:
+            self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
         while (item := self._work.get()) is not None:
@@ -177,6 +180,7 @@ def _guarded(run: Callable[[], T]) -> T:
 
 
 PEER_GRACE_SECONDS = 3.0
+CLOSE_SECONDS = 2.0
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -1,0 +1,275 @@
+"""report.html: one page with a comparison's table and figures, complete in itself and readable offline."""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from thinwire.records import write_text
+from thinwire.report import figures
+from thinwire.report.figures import PURPOSES
+from thinwire.report.marks import GREY, Figure, finite, is_number
+from thinwire.report.table import results_table
+from thinwire.report.timeline import KINDS, timeline
+from thinwire.report.words import breakable, code, counted, listed, spec_of
+from thinwire.results import Entry, Record, Results
+from thinwire.tables import clock, show
+
+LIGHT = {"page": "#ffffff", "text": "#1d2126", "muted": "#59626d", "line": "#dde1e6", "panel": "#f5f6f8",
+         "note": "#fff6e3", "edge": "#c98a0a"}  # fmt: skip
+DARK = {"page": "#14171b", "text": "#e4e8ec", "muted": "#9da7b3", "line": "#30363e", "panel": "#1c2026",
+        "note": "#2a2416", "edge": "#b98612"}  # fmt: skip
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+ICON = (
+    "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E%3Cpath "
+    "d='M1 11h4l2-7 3 9 2-5h3' fill='none' stroke='%232f78c4' stroke-width='1.8'/%3E%3C/svg%3E"
+)
+DEFINITIONS = {
+    "Bytes sent (wire bytes)": "What a rank handed to the network to send, as thinwire's ledger counts it: the data of "
+    "each operation in the pattern it travels in, without the headers of lower layers.",
+    "Kernel bytes": "What the operating system's network interfaces counted on the same link, with headers and "
+    "repeated packets. A few per cent above the ledger is normal.",
+    "Waiting": "The share of training time in which computing stood still for the network.",
+    "Training time": "Time in training steps, without evaluation, checkpoints and starting up.",
+    "Time to target": "Training time until an evaluation was first as good as the target; mean over the seeds that "
+    "reached it.",
+    "± deviation": "The sample standard deviation over seeds. With one seed there is none.",
+    "Peak memory": "The most that any one rank held.",
+}
+
+
+def write_report(results: Results, path: Path | None = None) -> Path:
+    """Write the page, by default as report.html in the results' folder, and say where it is."""
+    path = path or results.folder / "report.html"
+    write_text(path, page(results))
+    return path
+
+
+def page(results: Results) -> str:
+    """The whole page as HTML."""
+    from plotly.offline import get_plotlyjs
+
+    drawn: list[Figure] = []
+    body = [_intro(results), _notes(results)]
+    if results.example:
+        body += [results_table(results), _figures(results, drawn), _timelines(results, drawn)]
+    body += [_repeat(results), _definitions()]
+    scripts = [_script(get_plotlyjs()), _data(drawn), _script(_file("script.js"))] if drawn else []
+    return "\n".join([_head(_title(results)), *body, "</main>", *scripts, "</body></html>", ""])
+
+
+def _head(title: str) -> str:
+    light, dark = ("".join(f"--{name}:{value};" for name, value in look.items()) for look in (LIGHT, DARK))
+    looks = f":root{{{light}}}\n@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}"
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{escape(title)} · thinwire</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<link rel="icon" href="{ICON}">
+<style>{looks}
+{_file("style.css")}</style></head><body><main>"""
+
+
+def _title(results: Results) -> str:
+    what = results.entries[0].spec if len(results.entries) == 1 else f"{len(results.entries)} strategies"
+    return f"{what} on {results.example['task']}" if results.example else what
+
+
+def _intro(results: Results) -> str:
+    about = results.example
+    heading = f"<h1>{breakable(_title(results))}</h1>"
+    if about is None:
+        return f"{heading}<p>No run has finished, so there is nothing to compare yet.</p>"
+    seeds = sorted({record.seed for entry in results.entries for record in entry.records})
+    model = f" with model {code(about['model'])}" if about.get("model") not in (None, about["task"]) else ""
+    ranks = counted(about["ranks"], "rank")
+    nodes = f" on {counted(about['nodes'], 'node')}" if about["ranks"] > 1 else ""
+    link = f"link {code(about['link'])}" if about["link"] else "no link shaped between them"
+    settings = [f"{ranks}{nodes}", *([link] if about["ranks"] > 1 or about["link"] else [])]
+    settings += [f"seed{'s' * (len(seeds) > 1)} {listed(seeds)}", f"{counted(about['epochs'], 'epoch')} each"]
+    what = "Strategies compared" if len(results.entries) > 1 else "One strategy"
+    return f'{heading}<p class="lead">{what} on task {code(about["task"])}{model}: {", ".join(settings)}.</p>'
+
+
+def _notes(results: Results) -> str:
+    notes = [*_link_notes(_summaries(results)), *_diverged_notes(results)]
+    for heading, lines in (("Runs that failed", _failed(results)), ("Runs not finished", _unfinished(results))):
+        if lines:
+            notes.append(f"<strong>{heading}</strong><ul>{''.join(f'<li>{line}</li>' for line in lines)}</ul>")
+    return "".join(f'<div class="note" role="note">{note}</div>' for note in notes)
+
+
+def _link_notes(summaries: list[dict[str, Any]]) -> list[str]:
+    notes = []
+    for state, what, so in (
+        ("not shaped", "The link was not shaped", "This machine does not permit network namespaces, so the times are "
+         "those of the bare machine, not of {}. Bytes and metrics do not depend on it."),
+        ("off", "The link was more than 10 % off", "Asked for: {}. Mind that when comparing times."),
+    ):  # fmt: skip
+        runs = [summary for summary in summaries if summary["link_state"] == state]
+        some = f" in {len(runs)} of {len(summaries)} runs" if len(runs) < len(summaries) else ""
+        measured = f" Measured: {text}." if (text := _measured(runs)) else ""
+        if runs:
+            notes.append(f"<strong>{what}{some}.</strong> {so.format(code(runs[0]['link']))}{measured}")
+    return notes
+
+
+def _measured(summaries: list[dict[str, Any]]) -> str:
+    """The measured link of some runs, from the lowest to the highest figure."""
+    measured = [summary["link_measured"] for summary in summaries if summary.get("link_measured")]
+    words = []
+    for key, form, unit in (("rate_mbit", "{:.1f}", "Mbit/s"), ("latency_ms", "{:.2f}", "ms")):
+        values = [form.format(v) for v in sorted(m[key] for m in measured if m.get(key) is not None)]
+        words += [f"{'–'.join(dict.fromkeys((values[0], values[-1])))} {unit}"] if values else []
+    return " and ".join(words)
+
+
+def _diverged_notes(results: Results) -> list[str]:
+    lost = [
+        f"{spec_of(i, entry)}, seed {record.seed}"
+        for i, entry, record in _records(results)
+        if record.summary and not is_number(record.summary["value"])
+    ]
+    what = "Runs that ended with a metric that is not a number"
+    return [f"<strong>{what}</strong>, left out of the means: {'; '.join(lost)}."] if lost else []
+
+
+def _failed(results: Results) -> list[str]:
+    failed = [(i, entry, record) for i, entry, record in _records(results) if record.error]
+    return [f"{spec_of(i, e)}, seed {r.seed}: <span class=error>{escape(r.error or '')}</span>" for i, e, r in failed]
+
+
+def _unfinished(results: Results) -> list[str]:
+    left = [(i, e, r) for i, e, r in _records(results) if r.summary is None and not r.error]
+    return [f"{spec_of(i, entry)}, seed {record.seed}" for i, entry, record in left]
+
+
+def _figures(results: Results, drawn: list[Figure]) -> str:
+    metric = escape(results.example["metric"]) if results.example else ""
+    time, sent = figures.curves(results, "train_seconds"), figures.curves(results, "wire_bytes")
+    least = [figures.front(results, "wire_bytes_per_rank"), figures.front(results, "train_seconds")]
+    purposes = figures.purposes(results)
+    parts = {part for entry in results.entries for part in figures.purpose_bytes(entry)}
+    shades = [(f"{purpose}, {where} nodes", PURPOSES.get(purpose, GREY), where == "inside")
+              for purpose, where in sorted(parts, key=figures.purpose_order)]  # fmt: skip
+    return "\n".join(
+        [
+            f'<section><h2>{metric.capitalize()} during training</h2>{_key(results)}<div class="pair">',
+            _figure(time, drawn, "No evaluation was recorded, so there is nothing to draw over time."),
+            _figure(sent, drawn, "Nothing was sent, so there is nothing to draw over bytes."),
+            f'</div></section><section><h2>Final {metric} and its cost</h2>{_key(results)}<div class="pair">',
+            _figure(least[0], drawn, "Nothing was sent, so there are no bytes to compare."),
+            _figure(least[1], drawn, "No training time was recorded."),
+            "</div></section><section><h2>What the bytes were for</h2>",
+            _plot(purposes, drawn, _shades(shades)) if purposes else '<p class="none">Nothing was sent.</p>',
+            "</section>",
+        ]
+    )
+
+
+def _timelines(results: Results, drawn: list[Figure]) -> str:
+    found = [(i, e, f) for i, e in enumerate(results.entries) if (f := timeline(i, e))]
+    if not found:
+        return "<h2>Timeline</h2><p>No timeline was recorded.</p>"
+    shades = [("computing", KINDS["computing"], False), ("waiting for the network", KINDS["waiting"], False),
+              ("on the wire", KINDS["communication"], False)]  # fmt: skip
+    words = (
+        "A few steps of each rank. The upper bar is the computing thread, the lower one what was on the wire "
+        "meanwhile: blue below grey is communication hidden behind computing. Each strategy has its own time scale."
+    )
+    parts: list[str] = []
+    for i, entry, figure in found:
+        waiting = finite(entry, "waiting_share")
+        share = f' <span class="sub">waiting {100 * waiting.mean:.1f} %</span>' if waiting else ""
+        opened = " open" if not parts else ""
+        parts.append(f"<details{opened}><summary>{spec_of(i, entry)}{share}</summary>{_plot(figure, drawn)}</details>")
+    first, rest = parts[0], "".join(parts[1:])
+    return f"<section><h2>Timeline</h2><p>{words}</p>{_shades(shades)}{first}</section>{rest}"
+
+
+def _figure(figure: Figure | None, drawn: list[Figure], otherwise: str) -> str:
+    if figure is None:
+        return f'<p class="none">{otherwise}</p>'
+    return f"<figure><h3>{escape(figure.title)}</h3>{_plot(figure, drawn)}</figure>"
+
+
+def _plot(figure: Figure, drawn: list[Figure], key: str = "") -> str:
+    drawn.append(figure)
+    label = f"{figure.title}. {figure.reading}"
+    return (
+        f'<p class="reading">{escape(figure.reading)}</p>{key}<div class="plot" id="{figure.name}" role="img" '
+        f'aria-label="{escape(label)}" style="height:{figure.layout["height"]}px"></div>'
+    )
+
+
+def _key(results: Results) -> str:
+    """Strategies by colour and number; a press hides or shows one in all figures."""
+    items = "".join(
+        f'<button type="button" aria-pressed="true" data-strategy="{i}">{spec_of(i, entry)}</button>'
+        for i, entry in enumerate(results.entries)
+        if entry.finished
+    )
+    return f'<div class="key" role="group" aria-label="Show or hide strategies">{items}</div>'
+
+
+def _shades(shades: list[tuple[str, str, bool]]) -> str:
+    items = "".join(
+        f'<span><i class="{"hatched" if hatched else "full"}" style="--shade:{shade}"></i>{escape(words)}</span>'
+        for words, shade, hatched in shades
+    )
+    return f'<div class="key shades">{items}</div>'
+
+
+def _repeat(results: Results) -> str:
+    about = results.example or {}
+    versions = ", ".join(f"{escape(str(k))} {escape(str(v))}" for k, v in (about.get("versions") or {}).items())
+    asked = f"{code(about['link'])} asked for" if about.get("link") else "none asked for"
+    measured = _measured(_summaries(results))
+    facts = {"Versions": versions or "not known", "Link": asked + (f"; measured {measured}" if measured else "")}
+    listed = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in facts.items())
+    runs = "".join(f"<li>{code(_place(results, r))} <span>{_outcome(r)}</span></li>" for _, _, r in _records(results))
+    return f"""<h2>Repeat it</h2><pre><code>{escape(results.command)}</code></pre><dl class="facts">{listed}</dl>
+<h3>Runs, in the folder of this page</h3><ul class="runs">{runs}</ul>"""
+
+
+def _place(results: Results, record: Record) -> str:
+    if record.folder == results.folder or not record.folder.is_relative_to(results.folder):
+        return record.folder.name
+    return str(record.folder.relative_to(results.folder))
+
+
+def _outcome(record: Record) -> str:
+    if record.summary is None:
+        return "failed" if record.error else "not finished"
+    return f"{show(record.summary['value'], record.summary['metric'])}, {clock(record.summary['train_seconds'])}"
+
+
+def _definitions() -> str:
+    items = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in DEFINITIONS.items())
+    return f"<h2>How to read these figures</h2><dl>{items}</dl>"
+
+
+def _data(drawn: list[Figure]) -> str:
+    """Everything to draw, as JSON that cannot end its script early."""
+    look = {"light": LIGHT, "dark": DARK}
+    named = {figure.name: {"data": figure.data, "layout": figure.layout} for figure in drawn}
+    text = json.dumps({"look": look, "figures": named}, separators=(",", ":"), allow_nan=False)
+    return f'<script type="application/json" id="drawn">{text.replace("<", chr(92) + "u003c")}</script>'
+
+
+def _file(name: str) -> str:
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")
+
+
+def _script(code: str) -> str:
+    return f"<script>{code}</script>"
+
+
+def _records(results: Results) -> list[tuple[int, Entry, Record]]:
+    return [(i, entry, record) for i, entry in enumerate(results.entries) for record in entry.records]
+
+
+def _summaries(results: Results) -> list[dict[str, Any]]:
+    return [record.summary for _, _, record in _records(results) if record.summary]
