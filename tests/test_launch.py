@@ -231,6 +231,26 @@ def test_a_process_can_join_leave_and_join_again(tmp_path: Path) -> None:
         assert code == 0, err
 
 
+def test_processes_that_leave_right_after_their_last_step_end_well(tmp_path: Path) -> None:
+    """Gloo's threads once aborted a process that ended while they held a tensor: one in three, on a busy machine."""
+    script = tmp_path / "leave.py"
+    script.write_text(
+        "import thinwire as tw, torch\n"
+        "net, x = torch.nn.Linear(500, 500), torch.ones(4, 500)\n"
+        "with tw.join() as comm:\n"
+        "    trainer = tw.prepare('data_parallel', model=net, optimizer=lambda p: torch.optim.SGD(p, 0.1),\n"
+        "                         loss=torch.nn.functional.mse_loss, comm=comm)\n"
+        "    for _ in range(3): trainer.step((x, x))\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    env = {**FAST, "WORLD_SIZE": "6", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [start(env={**env, "RANK": str(rank)}, program=(str(script),)) for rank in range(6)]
+    for rank in ranks:
+        code, _, err = finish(rank, 60)
+        assert code == 0, err
+
+
 def test_a_rank_that_waits_for_others_says_so(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
