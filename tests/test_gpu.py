@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 import pytest
@@ -72,3 +73,40 @@ def test_nccl_gives_cpu_tensors_back_whole() -> None:
         alone = train(comm, "data_parallel")
     for name, expected in on_threads(train, 1, "data_parallel")[0].items():
         torch.testing.assert_close(alone[name], expected, rtol=1e-4, atol=1e-5)
+
+
+def waits(comm: Comm) -> dict[str, float]:
+    """Seconds on the GPU, and seconds booked as waiting, of an operation that comes after them and of training."""
+    timeline = comm.ledger.timeline
+    busy = torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    with timeline.step(0):
+        for _ in range(100):
+            busy = busy @ busy / 100
+        comm.mean(torch.ones(10, device="cuda"))
+    operation, computed = timeline.waiting_seconds, time.perf_counter() - began
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))).cuda()
+    strategy = tw.prepare("data_parallel", model=model, optimizer=sgd, loss=nn.functional.cross_entropy, comm=comm)
+    batch = torch.randn(16384, 2048, device="cuda"), torch.zeros(16384, dtype=torch.long, device="cuda")
+    for i in range(5):
+        with timeline.step(i):
+            strategy.step(batch)
+    torch.cuda.synchronize()
+    booked = timeline.waiting_seconds - operation
+    return {
+        "operation": operation,
+        "computed": computed,
+        "training": booked,
+        "took": time.perf_counter() - began - computed,
+    }
+
+
+def test_what_a_gpu_computes_is_not_booked_as_waiting(process_world: ProcessWorld) -> None:
+    (alone,) = process_world.run(waits, 1)
+    print(alone)
+    assert alone["operation"] < 0.1 * alone["computed"]
+    assert alone["training"] < 0.5 * alone["took"], "one rank has nobody to wait for, only its copies"
+    for found in process_world.run(waits, 2):
+        print(found)
+        assert 0 < found["training"] < found["took"]

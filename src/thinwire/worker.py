@@ -62,6 +62,7 @@ class Position:
     epoch: int = 0
     batch: int = 0  # the next one of this epoch
     step: int = 0
+    samples: int = 0  # trained on, by all ranks
     loss_sum: float = 0.0  # over this epoch's batches, on this rank
     value: float | None = None  # the metric after the last whole epoch
     best: float | None = None
@@ -147,33 +148,42 @@ class Run:
         return strategy
 
     def _epoch(self) -> None:
-        begin = time.monotonic()
-        train_seconds = self.at.train_seconds
-        num_samples = 0
+        begin = time.monotonic() - self.at.train_seconds
+        seconds, samples = self.at.train_seconds, self.at.samples
+        every = self.config.checkpoint_every
+
+        def speed() -> float:
+            return (self.at.samples - samples) / (self.at.train_seconds - seconds)
+
         for i, (inputs, targets) in enumerate(self.loader.batches(self.at.epoch, start=self.at.batch)):
-            if self.at.epoch == 0 and i == TIMELINE_STEPS.start:
-                self.timeline.record()
-            elif i == TIMELINE_STEPS.stop:
-                self.timeline.pause()
+            self._record_some(i)
             with self.timeline.step(self.at.step + 1):
                 self.losses.append(self.strategy.step((self._transformed(inputs), targets)))
-            num_samples += len(inputs) * self.strategy.shard.count
-            spent = time.monotonic() - begin
-            self._advance(batch=self.at.batch + 1, step=self.at.step + 1, train_seconds=train_seconds + spent)
-            every = self.config.checkpoint_every
+            self._advance(
+                batch=self.at.batch + 1, step=self.at.step + 1, train_seconds=time.monotonic() - begin,
+                samples=self.at.samples + len(inputs) * self.strategy.shard.count,
+            )  # fmt: skip
             save = every > 0 and self.at.step % every == 0 and self.at.batch < len(self.loader)
             if save or len(self.losses) >= CHECK_EVERY_STEPS or self.progress.due():
-                self._look(num_samples / spent)
+                self._look(speed())
             if save:
                 pause = time.monotonic()
                 self.checkpoints.save(self.at.step, self._state)
                 begin += time.monotonic() - pause  # that was no training
-        self._look(num_samples / (time.monotonic() - begin))
-        row = self._test_and_record(num_samples / (time.monotonic() - begin))
+        self._look(speed())
+        self._advance(train_seconds=time.monotonic() - begin)  # a GPU may have been at work until now
+        row = self._test_and_record(speed())
         value = row[f"test_{self.task.metric}"]
         self._advance(epoch=self.at.epoch + 1, batch=0, loss_sum=0.0, value=value, best=self._better(value))
         self.checkpoints.save(self.at.step, self._state)
         self.progress.epoch(row)
+
+    def _record_some(self, batch: int) -> None:
+        """Keep a few steps of the first epoch in the timeline."""
+        if self.at.epoch == 0 and batch == TIMELINE_STEPS.start:
+            self.timeline.record()
+        elif batch == TIMELINE_STEPS.stop:
+            self.timeline.pause()
 
     def _look(self, samples_per_second: float) -> None:
         """Add up the losses since the last look, stop on one that is not finite, show progress."""
@@ -253,7 +263,7 @@ class Run:
             everyone = gather_json(self.comm, own)
         summary = summarise(
             self.config, self.task, self.link, epochs=self.at.epoch, steps=self.at.step, seconds=self._seconds(),
-            train_seconds=self.at.train_seconds, samples=self.at.step * self.batch_size * self.strategy.shard.count,
+            train_seconds=self.at.train_seconds, samples=self.at.samples,
             value=self.at.value, best=self.at.best, parameters=self.num_parameters, consolidated=model,
             everyone=everyone, nodes=len(set(self.comm.nodes)), device=self.device,
         )  # fmt: skip

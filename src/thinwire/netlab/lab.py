@@ -140,12 +140,18 @@ def hosts(count: int, link: str | Link | None = None) -> Iterator[Lab]:
 
 
 def _not_allowed(reason: str) -> str:
-    how = "run as root"
-    if os.getuid() != 0:
-        how += (
-            ", or allow user namespaces (sysctl -w user.max_user_namespaces=1000, and on some systems "
+    """What the keeper could not do, and what would help."""
+    if "/dev/net/tun" in reason:
+        return (
+            f"a link with latency needs the kernel's netem or /dev/net/tun ({reason}); run as root, or without latency"
+        )
+    if "Operation not permitted" not in reason and "Permission denied" not in reason:
+        return f"the kernel lacks what a link is made of: veth, bridge and tbf ({reason}); load these modules"
+    if os.getuid() == 0:
+        how = "give this container the capability SYS_ADMIN (docker run --cap-add SYS_ADMIN)"
+    else:
+        how = (
+            "run as root, or allow user namespaces (sysctl -w user.max_user_namespaces=1000, and on some systems "
             "kernel.unprivileged_userns_clone=1 or kernel.apparmor_restrict_unprivileged_userns=0)"
         )
-    else:
-        how = "give this container the capability SYS_ADMIN (docker run --cap-add SYS_ADMIN), or leave out --link"
     return f"network namespaces are not allowed here ({reason}); {how}"

@@ -13,11 +13,11 @@ from thinwire.tables import show, size
 
 
 class Column(NamedTuple):
-    """A column of the results: what a cell says, the value behind it, and which way is better (0: neither)."""
+    """A column of the results: what a cell says, the values behind it, and which way is better (0: neither)."""
 
     heading: str
     cell: Callable[[Entry], str | None]
-    value: Callable[[Entry], float | None]
+    values: Callable[[Entry], Spread | None]
     better: int
 
 
@@ -29,7 +29,7 @@ def results_table(results: Results) -> str:
     rows = "".join(_row(i, e, columns, [i in b for b in best]) for i, e in enumerate(results.entries))
     seeds = max(len(entry.records) for entry in results.entries)
     words = f"Means over seeds, ± deviation over {seeds} seeds." if seeds > 1 else "One seed, so no deviation is known."
-    words += " The best of each column is underlined." if any(best) else ""
+    words += " The best of each column, and what is within a deviation of it, is underlined." if any(best) else ""
     return f"""<h2 id="results">Results</h2><p>{words}</p>
 <div class="wide" role="region" aria-labelledby="results" tabindex="0"><table>
 <thead><tr><th scope="col">Strategy</th>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"""
@@ -67,7 +67,7 @@ def _column(
         values = found(entry)
         return _cell(values, form, len(entry.finished), deviation) if values else None
 
-    return Column(heading, cell, lambda e: values.mean if (values := found(e)) else None, better)
+    return Column(heading, cell, found, better)
 
 
 def _cell(values: Spread, form: Callable[[float], str], runs: int, deviation: bool) -> str:
@@ -84,10 +84,10 @@ def _to_target(entry: Entry, target: float | None) -> str | None:
     return _cell(reached, _seconds, len(entry.finished), True) if reached else '<span class="sub">not reached</span>'
 
 
-def _all_reached(entry: Entry, target: float | None) -> float | None:
+def _all_reached(entry: Entry, target: float | None) -> Spread | None:
     """Only a strategy that got there with every seed is comparable with others."""
     reached = entry.seconds_to(target) if target is not None else None
-    return reached.mean if reached and len(reached.values) == len(entry.finished) else None
+    return reached if reached and len(reached.values) == len(entry.finished) else None
 
 
 def _kernel(entry: Entry) -> str | None:
@@ -102,12 +102,13 @@ def _kernel(entry: Entry) -> str | None:
 
 
 def _best(column: Column, entries: list[Entry]) -> set[int]:
-    """Which entries have the best value of a column; none where there is nothing to choose between."""
-    values = {i: value for i, entry in enumerate(entries) if (value := column.value(entry)) is not None}
-    if column.better == 0 or len(set(values.values())) < 2:
+    """Which entries are best in a column, or no further from it than their deviation; none where all are."""
+    found = {i: values for i, entry in enumerate(entries) if (values := column.values(entry)) is not None}
+    if column.better == 0 or not found:
         return set()
-    best = max(column.better * value for value in values.values())
-    return {i for i, value in values.items() if column.better * value == best}
+    best = max(found.values(), key=lambda values: column.better * values.mean)
+    alike = {i for i, v in found.items() if abs(v.mean - best.mean) <= max(v.deviation or 0, best.deviation or 0)}
+    return alike if len(alike) < len(found) else set()
 
 
 def _row(i: int, entry: Entry, columns: list[Column], best: list[bool]) -> str:
