@@ -48,7 +48,7 @@ def main() -> None:
 def measure(options: argparse.Namespace) -> None:
     """One rank: print what each kind of step takes, in seconds."""
     torch.set_num_threads(1)
-    with tw.join() as comm:
+    with tw.join("gloo", device="cpu") as comm:
         torch.manual_seed(0)
         model = registry.build("models", options.model, (3, 32, 32), 10)
         batch = torch.randn(options.batch_size, 3, 32, 32), torch.randint(0, 10, (options.batch_size,))
@@ -131,7 +131,7 @@ def on_hosts(options: argparse.Namespace, link: netlab.Link | None) -> dict[str,
         if link is not None:
             measured = hosts.measure()
             print(f"\nlink {link} measured {measured.rate_mbit:.1f} Mbit/s", end="")
-        world = {"WORLD_SIZE": str(options.ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "29500"}
+        world = {"WORLD_SIZE": str(options.ranks), "MASTER_PORT": "29500"}
         env = {**os.environ, **world, "MASTER_ADDR": hosts[0].address, "TORCH_CPP_LOG_LEVEL": "ERROR"}
         command = [sys.executable, __file__, *sys.argv[1:], "--as-rank"]
         ranks = [

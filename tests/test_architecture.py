@@ -16,7 +16,7 @@ LAYERS = [
     {"spec"},
     {"registry", "config", "records", "data", "optim", "progress", "netlab", "results", "tables"},
     {"comm"},
-    {"network", "counters"},
+    {"network", "meters"},
     {"reducers"},
     {"overlap", "checkpoint"},
     {"strategies", "tasks"},

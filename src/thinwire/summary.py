@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import resource
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 
 import thinwire
 from thinwire.config import RunConfig
-from thinwire.counters import add_up
+from thinwire.meters import add_up
 from thinwire.network import LinkReport
 from thinwire.tasks.base import Task
 
@@ -46,14 +45,14 @@ def summarise(
         "value": value,
         "best": best,
         "samples_per_second": samples / train_seconds if train_seconds else 0.0,
-        "waiting_share": sum(one["waiting"] for one in everyone) / ranks,
+        "waiting_share": sum(one["waiting_seconds"] / max(one["train_seconds"], 1e-9) for one in everyone) / ranks,
         "wire_bytes_per_rank": round(total / ranks),
         "wire_bytes_by_link": {"inside": total - between, "between": between},
         "kernel_bytes_per_rank": round(sum(kernel.values()) / ranks) if kernel else None,
         "kernel_bytes_by_link": kernel,
         "parameters": parameters,
         "parameters_consolidated": count(consolidated),
-        "peak_memory_bytes": max(one["peak"] for one in everyone),
+        "peak_memory_bytes": max(one["peak_memory_bytes"] for one in everyone),
         "versions": versions(device),
     }
 
@@ -67,10 +66,3 @@ def versions(device: torch.device) -> dict[str, str]:
     """What a reader needs to know to repeat a run."""
     gpu = {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
     return {"thinwire": thinwire.__version__, "torch": torch.__version__, "python": platform.python_version(), **gpu}
-
-
-def peak_memory(device: torch.device) -> int:
-    """The most memory this rank has held: of its GPU, or of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

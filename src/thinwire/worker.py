@@ -15,26 +15,24 @@ from torch import Tensor, nn
 
 from thinwire import checkpoint, registry
 from thinwire.checkpoint import Checkpoints
-from thinwire.comm.base import Comm, gather_json
+from thinwire.comm.base import Comm
 from thinwire.comm.joining import join
 from thinwire.comm.world import find_world
 from thinwire.config import MAY_CHANGE, RunConfig
-from thinwire.counters import KernelCount
 from thinwire.data import Loader, mix
 from thinwire.errors import PeerLost, RunError, ThinwireError, UsageError
 from thinwire.evaluation import evaluate
+from thinwire.meters import Meters
 from thinwire.network import LinkReport
 from thinwire.progress import Progress, Reported, Shown, Silent
 from thinwire.records import RunFolder
 from thinwire.startup import agree, choose_device, fingerprint, open_folder, seed_everything, with_defaults
 from thinwire.strategies.base import Recipe, Strategy
-from thinwire.summary import count, peak_memory, summarise
+from thinwire.summary import count, summarise
 from thinwire.tables import result_table
 from thinwire.tasks.base import load_task
 
 CHECK_EVERY_STEPS = 20  # how often losses are looked at; on a GPU each look waits for it
-TIMELINE_STEPS = range(2, 6)  # of a run, kept in detail; the first ones are not typical
-MAX_SPANS, SPANS_BYTES = 128, 16_384
 
 
 def run_rank(config: RunConfig, link: LinkReport = LinkReport(), news: Path | None = None) -> dict[str, Any]:
@@ -83,8 +81,7 @@ class Run:
         news: Path | None = None,
     ) -> None:
         self.clock = time.monotonic()
-        self.kernel = KernelCount(comm, link.on_hosts)
-        self.timeline = comm.ledger.timeline
+        self.meters = Meters(comm, device, link.on_hosts)
         self.comm = comm
         self.device = device
         self.link = link
@@ -156,8 +153,9 @@ class Run:
             return (self.at.samples - samples) / (self.at.train_seconds - seconds)
 
         for i, (inputs, targets) in enumerate(self.loader.batches(self.at.epoch, start=self.at.batch)):
-            self._record_some(i)
-            with self.timeline.step(self.at.step + 1):
+            if self.at.epoch == 0:
+                self.meters.keep_some(i)
+            with self.meters.timeline.step(self.at.step + 1):
                 self.losses.append(self.strategy.step((self._transformed(inputs), targets)))
             self._advance(
                 batch=self.at.batch + 1, step=self.at.step + 1, train_seconds=time.monotonic() - begin,
@@ -177,13 +175,6 @@ class Run:
         self._advance(epoch=self.at.epoch + 1, batch=0, loss_sum=0.0, value=value, best=self._better(value))
         self.checkpoints.save(self.at.step, self._state)
         self.progress.epoch(row)
-
-    def _record_some(self, batch: int) -> None:
-        """Keep a few steps of the first epoch in the timeline."""
-        if self.at.epoch == 0 and batch == TIMELINE_STEPS.start:
-            self.timeline.record()
-        elif batch == TIMELINE_STEPS.stop:
-            self.timeline.pause()
 
     def _look(self, samples_per_second: float) -> None:
         """Add up the losses since the last look, stop on one that is not finite, show progress."""
@@ -216,11 +207,10 @@ class Run:
             tested = evaluate(
                 model, self.task, self.comm, self.device, batch_size=4 * self.batch_size, autocast=self.config.autocast
             )
-            own = {"rows": self.comm.ledger.rows(), "waiting": self.timeline.waiting_seconds}
-            everyone = gather_json(self.comm, {**own, "train_seconds": self.at.train_seconds})
-            timelines = self._timelines()
+        everyone = self.meters.gather(self.at.train_seconds)
+        timeline = self.meters.gather_timeline() if self.at.epoch == 0 else []
         self._advance(epochs_seconds=everyone[0]["train_seconds"])
-        ledgers = [one["rows"] for one in everyone]
+        ledgers = [one["ledger"] for one in everyone]
         where = {"step": self.at.step, "epoch": self.at.epoch + 1}
         row = {
             **where,
@@ -230,37 +220,20 @@ class Run:
             **{f"test_{name}": value for name, value in tested.items()},
             "samples_per_second": samples_per_second,
             "wire_bytes": round(sum(line["wire_bytes"] for ledger in ledgers for line in ledger) / self.comm.size),
-            "waiting_seconds": sum(one["waiting"] for one in everyone) / self.comm.size,
+            "waiting_seconds": sum(one["waiting_seconds"] for one in everyone) / self.comm.size,
         }
         if self.comm.rank == 0:
             self.folder.append(self.folder.metrics, [row])
             lines = [{**where, "rank": rank, **line} for rank, ledger in enumerate(ledgers) for line in ledger]
             self.folder.append(self.folder.ledger, lines)
-            self.folder.append(self.folder.timeline, timelines)
+            self.folder.append(self.folder.timeline, timeline)
         return row
-
-    def _timelines(self) -> list[dict[str, Any]]:
-        """After the first epoch, the spans of a few steps of all ranks, from the first one's begin."""
-        if self.at.epoch > 0:
-            return []
-        everyone = gather_json(self.comm, self.timeline.recorded()[:MAX_SPANS], SPANS_BYTES)
-        begin = min((span["begin"] for spans in everyone for span in spans), default=0.0)
-        return [
-            {"rank": rank, **span, "begin": round(span["begin"] - begin, 6)}
-            for rank, spans in enumerate(everyone)
-            for span in spans
-        ]
 
     def _finish(self) -> dict[str, Any]:
         model = self.strategy.consolidate()
         assert self.at.value is not None
         assert self.at.best is not None
-        own = {
-            "ledger": self.comm.ledger.rows(), "kernel": self.kernel.now(), "peak": peak_memory(self.device),
-            "waiting": self.timeline.waiting_seconds / max(self.at.train_seconds, 1e-9),
-        }  # fmt: skip
-        with self.comm.ledger.purpose("eval"):
-            everyone = gather_json(self.comm, own)
+        everyone = self.meters.gather(self.at.train_seconds)
         summary = summarise(
             self.config, self.task, self.link, epochs=self.at.epoch, steps=self.at.step, seconds=self._seconds(),
             train_seconds=self.at.train_seconds, samples=self.at.samples,
@@ -285,19 +258,14 @@ class Run:
             "strategy": self.strategy.state_dict(),
             "random": checkpoint.random_state(),
             "position": asdict(replace(self.at, seconds=self._seconds())),
-            "ledger": self.comm.ledger.rows(),
-            "waiting_seconds": self.timeline.waiting_seconds,
-            "kernel": self.kernel.now(),
+            "meters": self.meters.state_dict(),
         }
 
     def _resume(self) -> None:
-        booked = self.comm.ledger.rows()
+        before = self.meters.state_dict()
         found = self.checkpoints.load_latest()
         step, state = found or (0, None)
-        self.comm.ledger.load_rows(state["ledger"] if state else booked)  # as if never stopped
-        if state is not None:
-            self.timeline.waiting_seconds = state["waiting_seconds"]
-            self.kernel.restart(state["kernel"])
+        self.meters.load_state_dict(state["meters"] if state else before)  # as if never stopped
         at = Position(**state["position"]) if state else Position()
         if (at.epoch, at.batch) > (self._get("epochs"), 0):
             done = f"{at.epoch} epochs and {at.batch} steps"
