@@ -21,7 +21,7 @@ from thinwire import netlab, registry
 from thinwire.comm.world import place
 from thinwire.errors import RunError, UsageError
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -276,7 +276,7 @@ def on_hosts(
 
 @pytest.mark.parametrize(("num_ranks", "num_nodes"), [(4, 4), (4, 2), (3, 2)])
 def test_each_operation_sends_what_the_ledger_says_inside_and_between_nodes(num_ranks: int, num_nodes: int) -> None:
-    outputs = on_hosts(num_ranks, num_nodes, [str(ROOT / "tests" / "on_hosts.py")])
+    outputs = on_hosts(num_ranks, num_nodes, [str(Path(__file__).parent / "on_hosts.py")])
     rows = [json.loads(line) for output in outputs for line in output.splitlines()]
     nodes = place(num_ranks, num_nodes)
     assert len({row["op"] for row in rows}) == 6

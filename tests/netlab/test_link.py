@@ -1,0 +1,93 @@
+"""Links as text, what counts as off, and how a relay's port holds packets."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.errors import UsageError
+from thinwire.netlab.lab import _not_allowed
+from thinwire.netlab.link import Link, parse_link
+from thinwire.netlab.probe import Measured
+from thinwire.netlab.relay import QUEUE_BYTES, Port
+
+
+@given(st.integers(1, 100_000).map(lambda n: n / 10), st.integers(0, 2_000))
+def test_a_link_and_its_text_are_the_same(rate: float, latency: float) -> None:
+    assert parse_link(str(Link(rate, latency))) == Link(rate, latency)
+
+
+@pytest.mark.parametrize(
+    ("text", "link"),
+    [
+        ("100mbit", Link(100)),
+        ("1Gbit/s", Link(1000)),
+        ("500kbit, 20 ms", Link(0.5, 20)),
+        ("1gbit,500us", Link(1000, 0.5)),
+    ],
+)
+def test_spellings(text: str, link: Link) -> None:
+    assert parse_link(text) == link
+
+
+@pytest.mark.parametrize(
+    "text", ["", "fast", "0", "100", "-1mbit", "1.2.3mbit", "10mbps", "10mbit,5", "10mbit,5ms,1", "nanmbit"]
+)
+def test_what_is_no_link(text: str) -> None:
+    with pytest.raises(UsageError, match="expected a rate and perhaps a latency; try 100mbit"):
+        parse_link(text)
+
+
+@pytest.mark.parametrize(
+    ("link", "rate", "latency", "off"),
+    [
+        ("100mbit", 91, 0.01, False), ("100mbit", 89, 0.01, True), ("100mbit", 111, 0.01, True),
+        ("100mbit", 98, 0.6, True), ("1gbit,10ms", 990, 10.9, False), ("1gbit,10ms", 990, 11.2, True),
+        ("1gbit,10ms", 990, 8.8, True), ("1gbit,1ms", 990, 1.4, False),
+    ],
+)  # fmt: skip
+def test_a_link_is_off_by_more_than_a_tenth(link: str, rate: float, latency: float, off: bool) -> None:
+    assert Measured(rate, latency).is_off(parse_link(link)) is off
+
+
+def test_a_port_holds_packets_for_the_latency_and_lets_them_out_at_the_rate() -> None:
+    reader, writer = os.pipe()
+    try:
+        port = Port(writer, Link(rate_mbit=8, latency_ms=10))  # a byte a microsecond
+        for name in (b"a", b"b", b"c"):
+            port.take(name * 1000, now=0.0)
+        arrived = []
+        for now in (0.0, 0.0099, 0.0101, 0.0105, 0.0111, 0.0121):
+            before = len(port.queue)
+            port.deliver(now)
+            arrived.append(before - len(port.queue))
+        assert arrived == [0, 0, 1, 0, 1, 1]
+        assert os.read(reader, 10_000) == b"a" * 1000 + b"b" * 1000 + b"c" * 1000
+        port.take(b"d", now=1.0)
+        assert port.queue[0][0] == pytest.approx(1.01), "a link that was idle owes nothing"
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def test_a_full_port_drops() -> None:
+    port = Port(-1, Link(rate_mbit=8, latency_ms=0))
+    for _ in range(QUEUE_BYTES // 10_000 + 50):
+        port.take(bytes(10_000), now=0.0)
+    assert QUEUE_BYTES <= port.queued_bytes <= QUEUE_BYTES + 20_000
+
+
+@pytest.mark.parametrize(
+    ("reason", "advice"),
+    [
+        ("[Errno 13] Permission denied: '/dev/net/tun'", "without latency"),
+        ("(95, 'Operation not supported')", "load these modules"),
+        ("[Errno 1] unshare: Operation not permitted", "namespaces are not allowed here"),
+    ],
+)
+def test_what_to_do_about_what_is_missing(reason: str, advice: str) -> None:
+    assert advice in _not_allowed(reason)
+    assert reason in _not_allowed(reason)
