@@ -89,6 +89,9 @@ def test_strategies_start_alike_and_seeds_differ(twice: Path) -> None:
 def test_results_hold_every_figure_and_the_command_to_repeat_it(twice: Path) -> None:
     results = results_of(twice / "one")
     assert (results["task"], results["ranks"], results["nodes"], results["link"]) == ("digits", 2, 2, "200mbit")
+    for row in results["strategies"]:
+        assert all(state in ("shaped", "off") for state in row["link_state"])
+        assert [set(measured) for measured in row["link_measured"]] == [{"rate_mbit", "latency_ms"}] * 2
     assert results["command"] == (
         "thinwire compare data_parallel 'data_parallel(parcel_mb=0.05)' --epochs 2 --ranks 2 --link 200mbit "
         "--seeds 2 --target 80.0"
@@ -112,6 +115,7 @@ def test_the_table_and_the_news(twice: Path) -> None:
     narrow = ("accuracy", "training", "to 80", "sent/rank", "between", "waiting")
     for heading in (*narrow, "best", "kernel", "samples/s", "memory"):
         assert heading in out
+    assert "link 200mbit, measured 1" in out
     assert "open one/report.html" in out
     assert "run 4 of 4: data_parallel(parcel_mb=0.05), seed 1" in err
     assert re.search(r"accuracy \d\d\.\d\d % in .*; about .* left", err)
@@ -234,7 +238,8 @@ def test_a_second_comparison_on_the_machine_waits_its_turn(tmp_path: Path) -> No
         (["data_parallel", "--nodes", "3", "--ranks", "2"], "3 nodes for 2 ranks; possible: 1 to 2"),
         (["data_parallel", "--link", "10mbit"], "--link is about several ranks, and there is one; try --ranks 4"),
         (["data_parallel", "--link", "10mbit", "--ranks", "2", "--nodes", "1"], "try --nodes 2"),
-        (["data_parallel", "--seeds", "0"], "--seeds='0' is not possible"),
+        (["data_parallel", "--seeds", "0"], "compare: --seeds='0' is not possible"),
+        (["data_parallel", "--target", "nan"], "--target='nan' is not possible"),
         (["data_parallel", "--strategy", "x"], "--strategy"),
         (["--resume"], "--resume needs --out"),
         (["--resume", "--out", "nowhere"], "nowhere holds no comparison"),
@@ -252,7 +257,7 @@ def test_folders_that_are_not_a_comparison(twice: Path, tmp_path: Path) -> None:
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "notes.txt").write_text("mine")
     _, err = thinwire("compare", "data_parallel", "--out", "foreign", folder=tmp_path, expect=2)
-    assert "foreign exists and is not an empty folder" in err
+    assert "foreign holds other things; give another --out" in err
     _, err = thinwire("report", "foreign", folder=tmp_path, expect=2)
     assert "holds no comparison and no run" in err
     assert [path.name for path in (tmp_path / "foreign").iterdir()] == ["notes.txt"]
@@ -300,3 +305,29 @@ def test_a_budget_of_minutes_ends_training_after_an_epoch(tmp_path: Path) -> Non
     assert epochs[-1] >= 0.6
     assert all(seconds < 0.6 for seconds in epochs[:-1])
     assert json.loads((run / "summary.json").read_text())["epochs"] == len(epochs)
+
+
+def test_a_reader_that_leaves_does_not_stop_a_comparison(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m thinwire compare data_parallel --epochs 1 --seeds 2 --out cmp 2>&1 | head -1"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    subprocess.run(command, shell=True, cwd=tmp_path, env=env, timeout=100, check=True, capture_output=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "cmp" / "report.html").exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert results_of(tmp_path / "cmp")["strategies"][0]["seeds"] == [0, 1]
+
+
+def test_what_a_killed_comparison_left_is_removed_by_the_next_and_nothing_else(tmp_path: Path) -> None:
+    process = start("compare", "data_parallel", "--epochs", "9", "--seeds", "1", "--out", "cmp", folder=tmp_path)
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "cmp" / "runs").glob("*/seed-0/metrics.jsonl")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    left = list(tmp_path.glob(f"thinwire-{process.pid}-*"))
+    assert left
+    (tmp_path / "thinwire-notes-mine").mkdir()
+    (tmp_path / f"thinwire-{os.getpid()}-running").mkdir()
+    thinwire("compare", "--out", "cmp", "--resume", folder=tmp_path)
+    remaining = {path.name for path in tmp_path.glob("thinwire-*-*") if path.is_dir()}
+    assert remaining == {"thinwire-notes-mine", f"thinwire-{os.getpid()}-running"}

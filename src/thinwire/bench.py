@@ -22,13 +22,22 @@ from thinwire.errors import RunError, Stopped, ThinwireError, UsageError
 from thinwire.launch import check_names, check_options, start_ranks
 from thinwire.netlab import Lab
 from thinwire.network import check_network, network
-from thinwire.records import RunFolder, write_text
+from thinwire.records import RunFolder, scratch_folder, write_text
 from thinwire.report import write_report
-from thinwire.results import FORMAT, Results, as_json, read_comparison_file, read_results, read_summary, run_place
+from thinwire.results import (
+    FORMAT,
+    Results,
+    as_json,
+    holds_comparison,
+    read_comparison_file,
+    read_results,
+    read_summary,
+    run_place,
+)
 from thinwire.spec import parse
-from thinwire.tables import comparison_table
+from thinwire.tables import comparison_caption, comparison_table
 
-WIDE = 150  # columns of a terminal with room for every figure
+WIDE = 200
 MAY_CHANGE = {"out", "resume", "target", "data", "strict", "keep", "restarts"}  # when a comparison is resumed
 
 
@@ -63,11 +72,13 @@ class Comparison:
         """A comparison that begins; a folder that holds something already is refused."""
         config = CompareConfig(**asked)
         folder = config.out or next(p for i in range(1, 10**6) if not (p := Path(f"runs/compare-{i}")).exists())
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UsageError(
-                f"{folder} exists and is not an empty folder; "
-                "add --resume to go on with the comparison in it, or give another --out"
+        if folder.is_dir() and any(folder.iterdir()):
+            what = (
+                "a comparison already; add --resume to go on with it, or"
+                if holds_comparison(folder)
+                else "other things;"
             )
+            raise UsageError(f"{folder} holds {what} give another --out")
         RunFolder.new(config.run("", 0, folder, resume=False))
         return Comparison(_distinct(specs), config, folder, _command(specs, asked))
 
@@ -77,7 +88,7 @@ class Comparison:
         if asked.get("out") is None:
             raise UsageError("--resume needs --out, the folder of the comparison to go on with")
         folder = Path(asked["out"])
-        if not (folder / "compare.json").exists():
+        if not holds_comparison(folder):
             raise UsageError(f"{folder} holds no comparison (no compare.json); check --out, or leave out --resume")
         about = read_comparison_file(folder)
         if specs and _distinct(specs) != about["specs"]:
@@ -96,8 +107,8 @@ class Comparison:
         """Do every job that is not finished; one that fails is noted, and the others go on."""
         self._save()
         try:
-            with network(self.config) as lab, tempfile.TemporaryDirectory(prefix="thinwire-") as scratch:
-                display = Display(self.jobs, self.results, Path(scratch) / "news.json")
+            with network(self.config) as lab, scratch_folder() as scratch:
+                display = Display(self.jobs, self.results, scratch / "news.json")
                 with display.shown():
                     for job in self.jobs:
                         if not RunFolder(self.folder / job.place).summary.exists():
@@ -154,9 +165,10 @@ class Comparison:
         if not quiet:
             console = Console()
             if not console.is_terminal:
-                console = Console(width=WIDE)  # nothing is cut off in a file
-            console.print(comparison_table(results, wide=console.width >= WIDE))
-            console.print(f"results in {self.folder}; open {page}", highlight=False, soft_wrap=True)
+                console = Console(width=WIDE)  # a file has room for every figure
+            console.print(comparison_table(results, console.width))
+            for line in filter(None, (comparison_caption(results), f"results in {self.folder}; open {page}")):
+                console.print(line, highlight=False, soft_wrap=True)
         if self.errors and not quiet:
             raise RunError(f"{len(self.errors)} of {len(self.jobs)} runs failed:\n{_list_errors(results)}")
         return results

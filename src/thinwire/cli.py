@@ -129,7 +129,8 @@ def main() -> None:
         app(sys.argv[1:], exit_on_error=False, print_error=False)
     except CycloptsError as error:
         cause = error.__cause__
-        _stop(registry.explain(cause, "train", "--") if isinstance(cause, ValidationError) else str(error), 2)
+        command = next((word for word in sys.argv[1:] if not word.startswith("-")), "thinwire")
+        _stop(registry.explain(cause, command, "--") if isinstance(cause, ValidationError) else str(error), 2)
     except ThinwireError as error:
         _stop(str(error), error.exit_code)
     except KeyboardInterrupt:

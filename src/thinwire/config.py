@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 from thinwire.errors import UsageError, unknown
 
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 WHAT = Group("What to train", sort_key=1)
 HOW = Group("How", sort_key=2)
 WHERE = Group("Where, and what to keep", sort_key=3)
@@ -102,9 +103,13 @@ class CompareConfig(RunConfig):
     """What the runs of a comparison have in common; `seed` is the first of its seeds."""
 
     strategy: Annotated[str, Parameter(parse=False, show=False)] = ""
+    ranks: Annotated[PositiveInt | None, option(WHERE, "Processes to start on this machine. Default: 1.")] = None
+    resume: Annotated[
+        bool, option(WHERE, "Go on with the comparison in --out: what is finished stays, the rest is done.")
+    ] = False
     seeds: Annotated[PositiveInt, option(COMPARED, "Runs of each strategy, with seeds that count up from --seed.")] = 3
     target: Annotated[
-        float | None, option(COMPARED, "Also tell the training time until the metric was this good, as 95.")
+        FiniteFloat | None, option(COMPARED, "Also tell the training time until the metric was this good, as 95.")
     ] = None
 
     def run(self, strategy: str, seed: int, out: Path, resume: bool) -> RunConfig:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from thinwire.progress import say
 from thinwire.results import Record, Results
 from thinwire.tables import clock, comparison_table, show
 
@@ -36,6 +36,7 @@ class Display:
         self.results = read()
         self.job: Job | None = None
         self.began = 0.0
+        self.first_news: tuple[float, float] | None = None  # when the present run began to train, and how far it was
         self.took: dict[str, list[float]] = {}  # spec → seconds of runs that ended
         self.console = Console(stderr=True)
 
@@ -45,13 +46,18 @@ class Display:
         if not self.console.is_terminal:
             yield
             return
-        with Live(console=self.console, get_renderable=self._table, refresh_per_second=4, transient=True):
+        live = Live(console=self.console, get_renderable=self._table, refresh_per_second=4, transient=True)
+        live.start()
+        try:
             yield
+        finally:
+            with suppress(OSError):  # the terminal may be gone
+                live.stop()
 
     def begin(self, job: Job) -> None:
         """A run begins."""
         self.news.unlink(missing_ok=True)
-        self.job, self.began = job, time.monotonic()
+        self.job, self.began, self.first_news = job, time.monotonic(), None
         self._say(f"run {self.jobs.index(job) + 1} of {len(self.jobs)}: {job.spec}, seed {job.seed}")
 
     def end(self) -> None:
@@ -69,7 +75,8 @@ class Display:
         self._say(f"  {found}; {self._left()}")
 
     def _table(self) -> Table:
-        table = comparison_table(self.results, {entry.spec: self._state(entry.spec) for entry in self.results.entries})
+        states = {entry.spec: self._state(entry.spec) for entry in self.results.entries}
+        table = comparison_table(self.results, self.console.width, states)
         table.caption, table.caption_justify = self._left(), "left"
         return table
 
@@ -93,17 +100,30 @@ class Display:
     def _left(self) -> str:
         """The time that is left, from what runs took: of the same strategy where there are any."""
         to_do = [job for job in self.jobs if job != self.job and self._is_open(job)]
+        present = self._present_left() if self.job else 0.0
         known = [seconds for times in self.took.values() for seconds in times]
-        present = 0.0
-        if self.job is not None and (share := self._share()) > 0.02:
-            spent = time.monotonic() - self.began
-            present = spent / share - spent
-            known.append(spent / share)
-        if not known:
-            return f"{len(to_do) + (self.job is not None)} runs to do"
+        if self.job and present is not None:
+            known.append(time.monotonic() - self.began + present)
+        if not to_do and not self.job:
+            return "all done"
+        if present is None or not known:
+            number = len(to_do) + (self.job is not None)
+            return f"{number} run{'s' * (number != 1)} to do"
         typical = sum(known) / len(known)
         means = {spec: sum(times) / len(times) for spec, times in self.took.items()}
-        return f"about {clock(present + sum(means.get(job.spec, typical) for job in to_do))} left"
+        return f"about {clock(1 + round(present + sum(means.get(job.spec, typical) for job in to_do)))} left"
+
+    def _present_left(self) -> float | None:
+        """Seconds that the present run needs still: from its pace since it trains, else from runs before it."""
+        assert self.job is not None
+        now, share = time.monotonic(), self._share()
+        if share > 0 and self.first_news is None:
+            self.first_news = now, share
+        if self.first_news is not None and share > self.first_news[1]:
+            begin, from_share = self.first_news
+            return (now - begin) / (share - from_share) * (1 - share)
+        times = self.took.get(self.job.spec) or [seconds for times in self.took.values() for seconds in times]
+        return max(0.0, sum(times) / len(times) - (now - self.began)) if times else None
 
     def _is_open(self, job: Job) -> bool:
         record = self._record(job)
@@ -115,4 +135,4 @@ class Display:
 
     def _say(self, text: str) -> None:
         if not self.console.is_terminal:
-            print(text, file=sys.stderr, flush=True)
+            say(text)

@@ -23,7 +23,7 @@ from thinwire.config import RunConfig, make_config, read_toml, resumed
 from thinwire.errors import RunError, Stopped, ThinwireError, UsageError
 from thinwire.netlab import Host, Lab
 from thinwire.network import LinkReport, check_link, check_network, network
-from thinwire.records import RunFolder
+from thinwire.records import RunFolder, scratch_folder
 from thinwire.spec import parse
 
 if TYPE_CHECKING:
@@ -93,10 +93,10 @@ def start_ranks(config: RunConfig, lab: Lab | None, news: Path | None = None) ->
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is for the launcher alone
     forkserver.ensure_running()
     signal.signal(signal.SIGINT, before)
-    with tempfile.TemporaryDirectory(prefix="thinwire-") as scratch:
-        tempfile.tempdir = scratch  # torch leaves files behind when ranks fail
+    with scratch_folder() as scratch:
+        tempfile.tempdir = str(scratch)  # torch leaves files behind when ranks fail
         try:
-            _run_agent(config, errand, scratch)
+            _run_agent(config, errand, str(scratch))
         finally:
             tempfile.tempdir = None
 
@@ -109,7 +109,7 @@ def _run_agent(config: RunConfig, errand: dict[str, Any], scratch: str) -> None:
     from thinwire.rendezvous import LocalRendezvous
 
     for name in logging.root.manager.loggerDict:
-        if name.startswith("torch.distributed.elastic"):  # each has a level of its own
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):  # each has a level of its own
             logging.getLogger(name).setLevel(logging.CRITICAL)  # we report failures ourselves
     num_ranks = config.ranks or 1
     address = errand["hosts"][0]["address"] if errand["hosts"] else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Literal, NamedTuple
@@ -11,6 +10,8 @@ from thinwire import netlab
 from thinwire.comm.world import place
 from thinwire.config import RunConfig
 from thinwire.errors import RunError, UsageError
+from thinwire.progress import say
+from thinwire.tables import rate
 
 State = Literal["shaped", "off", "not shaped"]
 
@@ -52,7 +53,7 @@ def network(config: RunConfig) -> Iterator[netlab.Lab | None]:
         except netlab.NotAllowed as error:
             if config.strict:
                 raise
-            print(f"warning: {error}. Going on without: times are not shaped", file=sys.stderr, flush=True)
+            say(f"warning: {error}. Going on without: times are not shaped")
         yield lab
 
 
@@ -67,9 +68,9 @@ def check_link(lab: netlab.Lab | None, config: RunConfig) -> LinkReport:
         measured = lab.measure()  # a busy moment of the machine is not the link's fault
     report = LinkReport(True, "off" if measured.is_off(lab.link) else "shaped", *measured)
     if report.state == "off":
-        found = f"{measured.rate_mbit:.3g} Mbit/s and {measured.latency_ms:.3g} ms were measured"
-        message = f"--link {lab.link}, but {found}"
+        found = f"{rate(measured.rate_mbit)} Mbit/s and {measured.latency_ms:.2f} ms were measured"
+        message = f"--link {config.link}, but {found}"
         if config.strict:
             raise RunError(f"{message}; the machine may be too busy or too slow for it: try a slower link")
-        print(f"warning: {message}", file=sys.stderr, flush=True)
+        say(f"warning: {message}")
     return report

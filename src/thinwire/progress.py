@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -16,6 +17,14 @@ from thinwire.records import write_text
 from thinwire.tables import clock, show, size
 
 REPORT_SECONDS = 0.25
+
+
+def say(text: str) -> None:
+    """A line of news on standard error. Where nobody reads it any more, the work goes on in silence."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 class Progress(Protocol):
@@ -67,7 +76,7 @@ class Shown:
         speed = f"{samples_per_second:,.0f} samples/s  {size(wire_bytes)}"
         news = f"loss {loss:.4f}{self.value}  {speed}  {clock(left)} left"
         if self.bars.disable:
-            self._line(f"step {step}/{self.num_steps}  {news}")
+            say(f"step {step}/{self.num_steps}  {news}")
         else:
             self.bars.update(self.bar, completed=step, news=news)
 
@@ -81,16 +90,12 @@ class Shown:
 
     def say(self, text: str) -> None:
         if self.bars.disable:
-            self._line(text)
+            say(text)
         else:
             self.bars.console.print(text, highlight=False)
 
     def close(self) -> None:
         self.bars.stop()
-
-    @staticmethod
-    def _line(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
 
 
 class Reported:

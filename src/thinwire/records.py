@@ -6,13 +6,27 @@ import errno
 import json
 import os
 import re
-from collections.abc import Callable
-from contextlib import suppress
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from thinwire.config import RunConfig, make_config, read_toml
 from thinwire.errors import RunError, UsageError
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A folder for the life of this process; those that killed processes of this user left behind are removed first."""
+    parent = Path(tempfile.gettempdir())
+    for left in parent.glob("thinwire-*-*"):
+        pid = left.name.split("-")[1]
+        if pid.isdigit() and not Path("/proc", pid).exists() and left.lstat().st_uid == os.getuid():
+            shutil.rmtree(left, ignore_errors=True)  # a link is left alone
+    with tempfile.TemporaryDirectory(prefix=f"thinwire-{os.getpid()}-") as path:
+        yield Path(path)
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:

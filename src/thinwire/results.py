@@ -16,9 +16,9 @@ from thinwire.records import RunFolder, read_rows
 
 FORMAT = 1  # of compare.json and results.json
 NEEDED = (
-    "task", "strategy", "ranks", "nodes", "link", "link_state", "seed", "epochs", "seconds", "train_seconds", "metric",
-    "value", "best", "wire_bytes_per_rank", "wire_bytes_by_link", "kernel_bytes_by_link", "waiting_share",
-    "samples_per_second", "peak_memory_bytes", "versions",
+    "task", "strategy", "ranks", "nodes", "link", "link_state", "link_measured", "seed", "epochs", "seconds",
+    "train_seconds", "metric", "value", "best", "wire_bytes_per_rank", "wire_bytes_by_link", "kernel_bytes_by_link",
+    "waiting_share", "samples_per_second", "peak_memory_bytes", "versions",
 )  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def spread(values: list[float]) -> Spread | None:
 def as_json(results: Results) -> dict[str, Any]:
     """results.json: the settings that all runs share, and each strategy's figures over its seeds."""
     example = results.example or {}
-    shared = ("task", "model", "metric", "ranks", "nodes", "link", "link_measured", "link_state", "epochs", "versions")
+    shared = ("task", "model", "metric", "ranks", "nodes", "link", "versions")
     figures = (
         "value", "best", "seconds", "train_seconds", "samples_per_second", "waiting_share", "wire_bytes_per_rank",
         "kernel_bytes_per_rank", "peak_memory_bytes",
@@ -112,6 +112,8 @@ def as_json(results: Results) -> dict[str, Any]:
     strategies = []
     for entry in results.entries:
         row: dict[str, Any] = {"strategy": entry.spec, "seeds": [record.seed for record in entry.finished]}
+        for name in ("link_state", "link_measured", "epochs"):  # of each seed
+            row[name] = [record.summary[name] for record in entry.finished if record.summary]
         row |= {name: _spread(entry.spread(name)) for name in figures}
         for who, link in itertools.product(("wire", "kernel"), ("inside", "between")):
             row[f"{who}_bytes_{link}"] = _spread(entry.spread(on_link(who, link)))
@@ -140,7 +142,7 @@ def read_results(folder: Path) -> Results:
     """The results in a folder that `thinwire compare` or `thinwire train` wrote."""
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder; give one that thinwire compare or thinwire train wrote")
-    if (folder / "compare.json").exists():
+    if holds_comparison(folder):
         return _read_comparison(folder)
     run = RunFolder(folder)
     if not run.config.exists():
@@ -189,6 +191,11 @@ def _read_comparison(folder: Path) -> Results:
         for i, spec in enumerate(about["specs"])
     ]
     return Results(folder, entries, about["command"], about["target"])
+
+
+def holds_comparison(folder: Path) -> bool:
+    """Was this folder written by `thinwire compare`?"""
+    return (folder / "compare.json").exists()
 
 
 def read_comparison_file(folder: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from typing import Any
 
@@ -64,5 +65,12 @@ def count(model: nn.Module) -> int:
 
 def versions(device: torch.device) -> dict[str, str]:
     """What a reader needs to know to repeat a run."""
+    cores = {"cores": str(len(os.sched_getaffinity(0)))}
     gpu = {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
-    return {"thinwire": thinwire.__version__, "torch": torch.__version__, "python": platform.python_version(), **gpu}
+    return {
+        "thinwire": thinwire.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        **cores,
+        **gpu,
+    }

@@ -6,34 +6,38 @@ from collections.abc import Callable
 from typing import Any
 
 from rich import box
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from thinwire.results import Entry, Results, Spread, on_link
 
+NAME_WIDTH = 18  # that a strategy's name needs at least
 
-def result_table(summary: dict[str, Any], rows: list[dict[str, Any]]) -> Table:
+
+def result_table(summary: dict[str, Any], rows: list[dict[str, Any]]) -> Group:
     """The end of a run: what it reached, and what each purpose sent in what time."""
     value = show(summary["value"], summary["metric"])
     ranks = f"{summary['ranks']} rank{'s' * (summary['ranks'] != 1)}"
     title = f"{summary['task']} · {summary['strategy']} · {ranks} · {summary['metric']} {value}"
-    table = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD)
     table.padding, table.collapse_padding = (0, 1), True
-    table.caption = (
+    words = (
         f"{clock(summary['seconds'])} in all, {clock(summary['train_seconds'])} of it training, "
         f"{100 * summary['waiting_share']:.0f} % of that waiting for the network; "
         f"{summary['parameters']:,} parameters\n"
         f"a rank sent {size(summary['wire_bytes_per_rank'])} on average; the rows are rank 0's"
     )
     if summary["nodes"] > 1 or summary["link"]:
-        table.caption += f"\n{network_line(summary)}"
-    for heading in ("purpose", "link", "operation"):
+        words += f"\n{network_line(summary)}"
+    for heading in ("purpose", "group", "operation"):
         table.add_column(heading, no_wrap=True)
     for heading in ("ranks", "calls", "payload", "wire", "time"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in sorted(rows, key=lambda row: -row["wire_bytes"]):
         numbers = (f"{row['calls']:,}", size(row["payload_bytes"]), size(row["wire_bytes"]), clock(row["seconds"]))
         table.add_row(row["purpose"], row["link"], row["op"], str(row["ranks"]), *numbers)
-    return table
+    return Group(Text(title, style="italic"), table, Text(words))
 
 
 def network_line(summary: dict[str, Any]) -> str:
@@ -56,13 +60,22 @@ def link_words(summary: dict[str, Any]) -> str:
     measured = summary["link_measured"]
     if measured is None:
         return "NOT SHAPED"
-    words = f"measured {measured['rate_mbit']:.3g} Mbit/s, {measured['latency_ms']:.2g} ms"
+    words = f"measured {rate(measured['rate_mbit'])} Mbit/s, {measured['latency_ms']:.2f} ms"
     return f"{words}: OFF by more than 10 %" if summary["link_state"] == "off" else words
 
 
 def show(value: float, metric: str) -> str:
     """A metric as people write it."""
     return f"{value:.2f} %" if metric == "accuracy" else f"{value:.4f}"
+
+
+def rate(mbit: float) -> str:
+    """A rate in Mbit/s.
+
+    >>> rate(9.78), rate(98.76), rate(8190.3)
+    ('9.78', '98.8', '8,190')
+    """
+    return f"{mbit:,.0f}" if mbit >= 1000 else f"{mbit:.3g}"
 
 
 def size(num_bytes: float) -> str:
@@ -94,57 +107,75 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def comparison_table(results: Results, states: dict[str, str] | None = None, wide: bool = False) -> Table:
-    """A row for each strategy; `states` says how far each is while the comparison goes on.
+def comparison_table(results: Results, width: int, states: dict[str, str] | None = None) -> Table:
+    """A row for each strategy, with as many figures as there is room for, the most telling first.
 
-    `between` is what all ranks together sent from node to node, by the ledger; `kernel` the same by its witness.
+    `states` says how far each strategy is, while the comparison goes on. `between` is what all ranks together sent from
+    node to node, by the ledger; `kernel` the same by its witness.
     """
-    example = results.example
-    metric = example["metric"] if example else "accuracy"
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
-    table.add_column("strategy", overflow="fold", min_width=14)
+    metric = (results.example or {}).get("metric", "accuracy")
+    columns = _columns(metric, results.target)
     if states is not None:
-        table.add_column("progress", no_wrap=True)
-    headings = [metric, "training"] + ([f"to {results.target:g}"] if results.target is not None else [])
-    headings += ["sent/rank", "between", "waiting"]
-    headings += ["best", "kernel", "samples/s", "memory"] if wide else []
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for entry in results.entries:
-        state = [states.get(entry.spec, "")] if states is not None else []
-        table.add_row(entry.spec, *state, *_figures(entry, metric, results.target, wide))
+        columns = {"progress": lambda entry: states[entry.spec], **columns}
+    cells = {name: [cell(entry) for entry in results.entries] for name, cell in columns.items()}
+    widths = {name: max(map(len, (name, *column))) + 2 for name, column in cells.items()}
+    while len(cells) > 2 and sum(widths[name] for name in cells) + NAME_WIDTH > width:
+        del cells[list(cells)[-1]]
+    room = max(NAME_WIDTH, width - sum(widths[name] for name in cells))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
+    table.add_column("strategy", overflow="fold", max_width=room)
+    for name in cells:
+        table.add_column(name, justify="left" if name == "progress" else "right", no_wrap=True)
+    for entry, *row in zip(results.entries, *cells.values(), strict=True):
+        table.add_row(entry.spec if len(entry.spec) < room else entry.spec.replace("(", "(\n", 1), *row)
     return table
 
 
-def _figures(entry: Entry, metric: str, target: float | None, wide: bool) -> list[str]:
-    if not entry.finished:
-        return ["failed" if entry.errors else "–"]
-    cells = [
-        with_spread(entry.spread("value"), lambda value: show(value, metric)),
-        _mean(entry.spread("train_seconds"), clock),
-    ]
-    if target is not None:
-        cells.append(to_target(entry, target))
-    cells += [
-        _mean(entry.spread("wire_bytes_per_rank"), size),
-        _mean(entry.spread(on_link("wire", "between")), size),
-        _mean(entry.spread("waiting_share"), lambda share: f"{100 * share:.0f} %"),
-    ]
-    if wide:
-        cells += [
-            _mean(entry.spread("best"), lambda value: show(value, metric)),
-            _mean(entry.spread(on_link("kernel", "between")), size),
-            _mean(entry.spread("samples_per_second"), lambda rate: f"{rate:,.0f}"),
-            _mean(entry.spread("peak_memory_bytes"), size),
-        ]
-    return cells
+def _columns(metric: str, target: float | None) -> dict[str, Callable[[Entry], str]]:
+    """What a column says of a strategy."""
+
+    def value(number: float) -> str:
+        return show(number, metric)
+
+    def mean(figure: str | Callable[[dict[str, Any]], Any], words: Callable[[float], str]) -> Callable[[Entry], str]:
+        return lambda entry: words(found.mean) if (found := entry.spread(figure)) else "–"
+
+    return {
+        metric: lambda entry: with_spread(entry.spread("value"), value) if entry.finished else _unfinished(entry),
+        "training": mean("train_seconds", clock),
+        **({f"to {target:g}": lambda entry: to_target(entry, target)} if target is not None else {}),
+        "sent/rank": mean("wire_bytes_per_rank", size),
+        "between": mean(on_link("wire", "between"), size),
+        "waiting": mean("waiting_share", lambda share: f"{100 * share:.0f} %"),
+        "best": mean("best", value),
+        "kernel": mean(on_link("kernel", "between"), size),
+        "samples/s": mean("samples_per_second", lambda rate: f"{rate:,.0f}"),
+        "memory": mean("peak_memory_bytes", size),
+    }
+
+
+def _unfinished(entry: Entry) -> str:
+    return "failed" if entry.errors else "–"
+
+
+def comparison_caption(results: Results) -> str:
+    """The network of a comparison in words: what was asked for, what was measured, and what is wrong with it."""
+    found = [record.summary for entry in results.entries for record in entry.finished if record.summary]
+    link = found[0]["link"] if found else None
+    if link is None:
+        return ""
+    rates = sorted(one["link_measured"]["rate_mbit"] for one in found if one["link_measured"])
+    measured = f", measured {rate(rates[0])}–{rate(rates[-1])} Mbit/s" if rates else ""
+    wrong = [f"{state.upper()} in {n} of {len(found)} runs" for state in ("off", "not shaped")
+             if (n := sum(one["link_state"] == state for one in found))]  # fmt: skip
+    return f"link {link}{measured}" + "".join(f"; {words}" for words in wrong)
 
 
 def to_target(entry: Entry, target: float) -> str:
     """The training time to a target, and how many seeds reached it if not all did."""
     reached = entry.seconds_to(target)
     if reached is None:
-        return "not reached"
+        return "not reached" if entry.finished else "–"
     missed = len(reached.values) < len(entry.finished)
     return clock(reached.mean) + (f" ({len(reached.values)} of {len(entry.finished)})" if missed else "")
 
@@ -162,7 +193,3 @@ def with_spread(spread: Spread | None, words: Callable[[float], str]) -> str:
     mean, _, unit = words(spread.mean).partition(" ")
     deviation = words(spread.deviation).partition(" ")[0]
     return f"{mean} ± {deviation} {unit}".rstrip()
-
-
-def _mean(spread: Spread | None, words: Callable[[float], str]) -> str:
-    return words(spread.mean) if spread is not None else "–"

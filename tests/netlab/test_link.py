@@ -37,7 +37,9 @@ def test_spellings(text: str, link: Link) -> None:
     "text", ["", "fast", "0", "100", "-1mbit", "1.2.3mbit", "10mbps", "10mbit,5", "10mbit,5ms,1", "nanmbit"]
 )
 def test_what_is_no_link(text: str) -> None:
-    with pytest.raises(UsageError, match="expected a rate and perhaps a latency; try 100mbit"):
+    with pytest.raises(
+        UsageError, match="expected a rate in kbit, mbit or gbit and perhaps a latency in us, ms or s; try 100mbit"
+    ):
         parse_link(text)
 
 

@@ -17,10 +17,15 @@ from thinwire.netlab.link import Link, parse_link
 from thinwire.netlab.probe import Measured
 
 MAX_HOSTS = 254
-ENTER_AND_RUN = (
-    "import json, os, sys; from thinwire.netlab.lab import Host; "
-    "Host(**json.loads(sys.argv[1])).enter(); os.execvp(sys.argv[2], sys.argv[2:])"
-)
+ENTER_AND_RUN = """
+import json, os, sys
+from thinwire.netlab.lab import Host
+Host(**json.loads(sys.argv[1])).enter()
+try:
+    os.execvp(sys.argv[2], sys.argv[2:])
+except OSError as error:
+    sys.exit(error.strerror)
+"""
 
 
 class NotAllowed(RunError):
@@ -55,7 +60,8 @@ class Host:
                 process.kill()
                 raise RunError(f"{command[0]} on {self.address} took longer than {timeout_seconds} s") from None
         if process.returncode:
-            raise RunError(f"{command[0]} on {self.address} ended with code {process.returncode}: {errors.strip()}")
+            why = f": {errors.strip()}" if errors.strip() else ""
+            raise RunError(f"{command[0]} on {self.address} ended with code {process.returncode}{why}")
         return str(output)
 
 
@@ -106,8 +112,8 @@ class Lab(Sequence[Host]):
         try:
             self._keeper.stdin.write(request + "\n")
             self._keeper.stdin.flush()
-        except OSError:
-            raise RunError("the process that holds the network has ended; start again") from None
+        except (OSError, ValueError):  # it was killed, or the lab is closed
+            raise RunError("this lab is closed; make another with netlab.hosts") from None
         return self._read()
 
     def _read(self) -> Any:

@@ -36,7 +36,8 @@ def parse_link(text: str) -> Link:
         link = Link(float(rate) * RATES[unit], float(delay) * TIMES[delay_unit] if delay else 0.0)
     except ValueError:
         raise UsageError(
-            f"link '{text}': expected a rate and perhaps a latency; try 100mbit, or 1gbit,10ms (10 ms each way)"
+            f"link '{text}': expected a rate in kbit, mbit or gbit and perhaps a latency in us, ms or s; "
+            "try 100mbit, or 1gbit,10ms (10 ms each way)"
         ) from None
     if not SLOWEST_MBIT <= link.rate_mbit <= FASTEST_MBIT:
         raise UsageError(f"link '{text}': possible rates are 100kbit to 10gbit; try 100mbit")

@@ -64,8 +64,10 @@ def front(results: Results, over: str) -> Figure | None:
     data = [_front_line(points, axis, metric), *(_dot(p, results.entries[p.strategy], axis, metric) for p in points)]
     what = {"train_seconds": "training time", "wire_bytes_per_rank": "bytes sent"}[over]
     side = "Up" if better(metric) > 0 else "Down"
+    best = pareto(points, better(metric))
+    unbeaten = "those on the stepped line" if len(best) > 1 else f"number {best[0].strategy + 1}"
     reading = (
-        f"{side} and to the left is better: no strategy beats those on the stepped line in both {metric} and {what}."
+        f"{side} and to the left is better: no strategy beats {unbeaten} in both {metric} and {what}."
         + " Thin bars are the deviation over seeds." * any(len(entry.finished) > 1 for entry in results.entries)
     )
     layout = layout_of(320, xaxis=axis.layout, yaxis=metric_axis(metric))

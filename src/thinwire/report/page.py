@@ -31,7 +31,9 @@ DEFINITIONS = {
     "each operation in the pattern it travels in, without the headers of lower layers.",
     "Kernel bytes": "What the operating system's network interfaces counted on the same link, with headers and "
     "repeated packets. A few per cent above the ledger is normal.",
-    "Waiting": "The share of training time in which computing stood still for the network.",
+    "Sent between nodes": "The part of the bytes sent that left the node of its sender, all ranks together.",
+    "Waiting": "The share of training time in which computing stood still for the network, or for another rank.",
+    "Samples per s": "Training samples of all ranks per second of training.",
     "Training time": "Time in training steps, without evaluation, checkpoints and starting up.",
     "Time to target": "Training time until an evaluation was first as good as the target; mean over the seeds that "
     "reached it.",
@@ -149,7 +151,6 @@ def _unfinished(results: Results) -> list[str]:
 def _figures(results: Results, drawn: list[Figure]) -> str:
     metric = escape(results.example["metric"]) if results.example else ""
     time, sent = figures.curves(results, "train_seconds"), figures.curves(results, "wire_bytes")
-    least = [figures.front(results, "wire_bytes_per_rank"), figures.front(results, "train_seconds")]
     purposes = figures.purposes(results)
     parts = {part for entry in results.entries for part in figures.purpose_bytes(entry)}
     shades = [(f"{purpose}, {where} nodes", PURPOSES.get(purpose, GREY), where == "inside")
@@ -158,14 +159,24 @@ def _figures(results: Results, drawn: list[Figure]) -> str:
         [
             f'<section><h2>{metric.capitalize()} during training</h2>{_key(results)}<div class="pair">',
             _figure(time, drawn, "No evaluation was recorded, so there is nothing to draw over time."),
-            _figure(sent, drawn, "Nothing was sent, so there is nothing to draw over bytes."),
-            f'</div></section><section><h2>Final {metric} and its cost</h2>{_key(results)}<div class="pair">',
-            _figure(least[0], drawn, "Nothing was sent, so there are no bytes to compare."),
-            _figure(least[1], drawn, "No training time was recorded."),
-            "</div></section><section><h2>What the bytes were for</h2>",
-            _plot(purposes, drawn, _shades(shades)) if purposes else '<p class="none">Nothing was sent.</p>',
+            _figure(sent, drawn, "No bytes were recorded over time, so there is nothing to draw."),
+            "</div></section>",
+            _costs(results, drawn) if len(results.entries) > 1 else "",
+            "<section><h2>What the bytes were for</h2>",
+            _plot(purposes, drawn, _shades(shades)) if purposes else '<p class="none">No bytes were recorded.</p>',
             "</section>",
         ]
+    )
+
+
+def _costs(results: Results, drawn: list[Figure]) -> str:
+    metric = escape(results.example["metric"]) if results.example else ""
+    sent, time = figures.front(results, "wire_bytes_per_rank"), figures.front(results, "train_seconds")
+    return (
+        f'<section><h2>Final {metric} and its cost</h2>{_key(results)}<div class="pair">'
+        + _figure(sent, drawn, "Nothing was sent, so there are no bytes to compare.")
+        + _figure(time, drawn, "No training time was recorded.")
+        + "</div></section>"
     )
 
 
@@ -182,7 +193,7 @@ def _timelines(results: Results, drawn: list[Figure]) -> str:
     parts: list[str] = []
     for i, entry, figure in found:
         waiting = finite(entry, "waiting_share")
-        share = f' <span class="sub">waiting {100 * waiting.mean:.1f} %</span>' if waiting else ""
+        share = f' <span class="sub">waiting {100 * waiting.mean:.1f} % on average</span>' if waiting else ""
         opened = " open" if not parts else ""
         parts.append(f"<details{opened}><summary>{spec_of(i, entry)}{share}</summary>{_plot(figure, drawn)}</details>")
     first, rest = parts[0], "".join(parts[1:])
@@ -225,9 +236,10 @@ def _shades(shades: list[tuple[str, str, bool]]) -> str:
 def _repeat(results: Results) -> str:
     about = results.example or {}
     versions = ", ".join(f"{escape(str(k))} {escape(str(v))}" for k, v in (about.get("versions") or {}).items())
-    asked = f"{code(about['link'])} asked for" if about.get("link") else "none asked for"
     measured = _measured(_summaries(results))
-    facts = {"Versions": versions or "not known", "Link": asked + (f"; measured {measured}" if measured else "")}
+    facts = {"Versions": versions or "not known"}
+    if about.get("link"):
+        facts["Link"] = f"{code(about['link'])} asked for" + (f"; measured {measured}" if measured else "")
     listed = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in facts.items())
     runs = "".join(f"<li>{code(_place(results, r))} <span>{_outcome(r)}</span></li>" for _, _, r in _records(results))
     return f"""<h2>Repeat it</h2><pre><code>{escape(results.command)}</code></pre><dl class="facts">{listed}</dl>

@@ -103,7 +103,8 @@ def _kernel(entry: Entry) -> str | None:
 
 def _best(column: Column, entries: list[Entry]) -> set[int]:
     """Which entries are best in a column, or no further from it than their deviation; none where all are."""
-    found = {i: values for i, entry in enumerate(entries) if (values := column.values(entry)) is not None}
+    whole = {i: entry for i, entry in enumerate(entries) if len(entry.finished) == len(entry.records)}  # the same seeds
+    found = {i: values for i, entry in whole.items() if (values := column.values(entry)) is not None}
     if column.better == 0 or not found:
         return set()
     best = max(found.values(), key=lambda values: column.better * values.mean)
