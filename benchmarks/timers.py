@@ -84,8 +84,8 @@ def main() -> None:
 def report(options: argparse.Namespace, times: dict[type[Timeline], list[float]], calls: float) -> None:
     on, off = (statistics.median(found) for found in times.values())
     print(f"{options.spec}, {options.model}, batch {options.batch_size}, torch {torch.__version__}")
-    saved = f"{100 * (on / off - 1):+.2f} %"
-    print(f"a step takes {1e6 * on:.0f} µs with the timeline, {1e6 * off:.0f} µs without: {saved}")
+    cost = f"{100 * (on / off - 1):+.2f} %"
+    print(f"a step takes {1e6 * on:.0f} µs with the timeline, {1e6 * off:.0f} µs without: {cost}")
     each = seconds_a_call()
     print(f"{calls:.1f} calls a step, {1e6 * each:.2f} µs each: {100 * calls * each / on:.2f} % of a step")
 

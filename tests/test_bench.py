@@ -232,7 +232,7 @@ def test_a_second_comparison_on_the_machine_waits_its_turn(tmp_path: Path) -> No
         ([], "compare what?"),
         (["data_parallel", "--link", "fast", "--ranks", "2"], "link 'fast': expected a rate"),
         (["data_parallel", "--link", "0", "--ranks", "2"], "link '0': expected a rate"),
-        (["data_parallel", "--link", "0mbit", "--ranks", "2"], "possible rates are 100kbit to 10gbit"),
+        (["data_parallel", "--link", "0mbit", "--ranks", "2"], "possible rates are 1mbit to 10gbit"),
         (["data_parallel", "--link", "1gbit,1h", "--ranks", "2"], "link '1gbit,1h'"),
         (["data_parallel", "--link", "1gbit,10s", "--ranks", "2"], "possible latencies are 0ms to 2s"),
         (["data_parallel", "--nodes", "3", "--ranks", "2"], "3 nodes for 2 ranks; possible: 1 to 2"),

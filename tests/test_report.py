@@ -241,7 +241,7 @@ def test_a_strategy_without_a_finished_run_has_an_empty_row(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("state", "measured", "said"),
     [
-        ("not shaped", None, "The link was not shaped. This machine does not permit network namespaces"),
+        ("not shaped", None, "The link was not shaped. It could not be made on this machine"),
         ("off", {"rate_mbit": 71.2, "latency_ms": 14.0}, "Measured: 71.2 Mbit/s and 14.00 ms."),
         ("shaped", {"rate_mbit": 95.1, "latency_ms": 10.0}, ""),
     ],

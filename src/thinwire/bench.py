@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import shlex
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,9 +18,10 @@ from thinwire.comm.world import find_world
 from thinwire.config import CompareConfig
 from thinwire.display import Display, Job
 from thinwire.errors import RunError, Stopped, ThinwireError, UsageError
-from thinwire.launch import check_names, check_options, start_ranks
+from thinwire.launch import check_names, check_options, start_ranks, stopped_by_signals
 from thinwire.netlab import Lab
 from thinwire.network import check_network, network
+from thinwire.progress import say
 from thinwire.records import RunFolder, scratch_folder, write_text
 from thinwire.report import write_report
 from thinwire.results import (
@@ -43,12 +43,15 @@ MAY_CHANGE = {"out", "resume", "target", "data", "strict", "keep", "restarts"}  
 
 def compare(specs: list[str], asked: dict[str, Any]) -> Results:
     """Run every strategy with every seed, show a table, write results.json and report.html."""
-    if find_world() is not None:
+    world = find_world()
+    if world is not None and world.size > 1:
         raise UsageError("compare starts ranks on this machine; run it alone, not under torchrun, srun or mpirun")
-    comparison = Comparison.resumed(specs, asked) if asked.get("resume") else Comparison.new(specs, asked)
-    with alone_on_this_machine():
+    begin = Comparison.resumed if asked.get("resume") else Comparison.new
+    begin(specs, asked)  # a mistake is told at once
+    with stopped_by_signals(), alone_on_this_machine():
+        comparison = begin(specs, asked)  # now that nobody else can take the same folder
         comparison.run()
-    return comparison.finish()
+        return comparison.finish()
 
 
 class Comparison:
@@ -99,7 +102,9 @@ class Comparison:
                 option = name.replace("_", "-")
                 raise UsageError(f"{folder} was begun with --{option} {getattr(saved, name)}; leave out --{option}")
         changes = {name: value for name, value in asked.items() if name in MAY_CHANGE}
-        return Comparison(about["specs"], saved.model_copy(update=changes), folder, about["command"])
+        comparison = Comparison(about["specs"], saved.model_copy(update=changes), folder, about["command"])
+        comparison.errors = about["errors"]
+        return comparison
 
     # ---- running
 
@@ -133,6 +138,8 @@ class Comparison:
             raise
         except ThinwireError as error:
             self.errors[job.place] = str(error)
+        except Exception as error:
+            self.errors[job.place] = f"{type(error).__name__}: {error}"
         self._save()
 
     def _save(self) -> None:
@@ -178,17 +185,21 @@ class Comparison:
 def alone_on_this_machine() -> Iterator[None]:
     """Wait until no other comparison of this user is running here: two at once would spoil each other's times."""
     path = Path(tempfile.gettempdir(), f"thinwire-compare-{os.getuid()}.lock")
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        say(f"warning: cannot lock {path} ({error.strerror}): make sure that no other comparison runs here")
+        yield
+        return
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             who = os.pread(descriptor, 20, 0).decode().strip() or "?"
-            print(
+            say(
                 f"waiting for another comparison on this machine (process {who}) to end; "
-                "two at once would spoil each other's times",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
+                "two at once would spoil each other's times"
+            )
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)

@@ -26,7 +26,7 @@ from thinwire.comm.base import Comm, gather_json
 from thinwire.errors import RunError
 from thinwire.records import write_atomically, write_text
 
-FORMAT = "thinwire-checkpoint-1"
+FORMAT = "thinwire-checkpoint-2"
 Tree = Any  # dicts, lists, tuples, tensors, numbers, strings, booleans, None
 
 

@@ -11,7 +11,8 @@ import signal
 import sys
 import tempfile
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from multiprocessing import forkserver
 from pathlib import Path
@@ -72,8 +73,23 @@ def launch(config: RunConfig) -> None:
         check_options(config)
         if not config.resume:
             config = config.model_copy(update={"out": RunFolder.new(config).path})
-        with network(config) as lab:
+        with stopped_by_signals(), network(config) as lab:
             start_ranks(config, lab)
+
+
+@contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP end the work as Ctrl-C does: in order, with a word."""
+
+    def stop(number: int, frame: object) -> None:
+        raise Stopped(f"stopped by {signal.Signals(number).name}")
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def start_ranks(config: RunConfig, lab: Lab | None, news: Path | None = None) -> None:
@@ -91,8 +107,10 @@ def start_ranks(config: RunConfig, lab: Lab | None, news: Path | None = None) ->
     # moment and share its memory.
     multiprocessing.set_forkserver_preload(["thinwire.worker", "torch._dynamo"])
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is for the launcher alone
-    forkserver.ensure_running()
-    signal.signal(signal.SIGINT, before)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
     with scratch_folder() as scratch:
         tempfile.tempdir = str(scratch)  # torch leaves files behind when ranks fail
         try:

@@ -10,6 +10,7 @@ import torch
 
 from thinwire.comm.base import Comm, gather_json
 from thinwire.netlab import sent_bytes
+from thinwire.network import LinkReport
 
 TIMELINE_STEPS = range(2, 6)  # of a run, kept in detail; the first ones are not typical
 MAX_SPANS, SPANS_BYTES = 128, 16_384
@@ -18,12 +19,13 @@ MAX_SPANS, SPANS_BYTES = 128, 16_384
 class Meters:
     """One rank's ledger, timeline and kernel counters, as one thing to save, load and gather."""
 
-    def __init__(self, comm: Comm, device: torch.device, on_hosts: bool) -> None:
+    def __init__(self, comm: Comm, device: torch.device, link: LinkReport) -> None:
+        self.link = link
         self.comm = comm
         self.device = device
         self.ledger = comm.ledger
         self.timeline = comm.ledger.timeline
-        self.kernel = KernelCount(comm, on_hosts)
+        self.kernel = KernelCount(comm, link.on_hosts)
 
     def keep_some(self, step: int) -> None:
         """Keep a few steps in the timeline; told before each of the first ones."""
@@ -57,14 +59,19 @@ class Meters:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on as if never stopped."""
-        waited = self.timeline.waiting_seconds
-        return {"ledger": self.ledger.rows(), "waiting_seconds": waited, "kernel": self.kernel.now()}
+        return {
+            "ledger": self.ledger.rows(),
+            "waiting_seconds": self.timeline.waiting_seconds,
+            "kernel": self.kernel.now(),
+            "link_state": self.link.state,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state."""
         self.ledger.load_rows(state["ledger"])
         self.timeline.waiting_seconds = state["waiting_seconds"]
         self.kernel.restart(state["kernel"])
+        self.link = self.link.mixed_with(state["link_state"])
 
 
 class KernelCount:
@@ -72,10 +79,11 @@ class KernelCount:
 
     def __init__(self, comm: Comm, on_hosts: bool) -> None:
         self.counts = on_hosts and comm.nodes.index(comm.nodes[comm.rank]) == comm.rank
-        self.restart(None)
+        self.restart({})
 
     def restart(self, before: dict[str, int] | None) -> None:
-        """Count from now on, in addition to what was counted before."""
+        """Count from now on, in addition to what was counted before; what was not counted makes this no count."""
+        self.counts = self.counts and before is not None
         self.begin = Counter(sent_bytes())
         self.begin.subtract(before or {})
 

@@ -24,6 +24,11 @@ class LinkReport(NamedTuple):
     rate_mbit: float | None = None  # measured
     latency_ms: float | None = None
 
+    def mixed_with(self, before: State | None) -> LinkReport:
+        """The report of a run part of which was on another network: as bad as the worse of them."""
+        order: list[State | None] = [None, "shaped", "off", "not shaped"]
+        return self._replace(state=max(self.state, before, key=order.index))
+
 
 def check_network(config: RunConfig) -> None:
     """Raise UsageError for hosts or a link that cannot be."""
@@ -50,6 +55,8 @@ def network(config: RunConfig) -> Iterator[netlab.Lab | None]:
         lab = None
         try:
             lab = stack.enter_context(netlab.hosts(config.nodes or config.ranks or 1, config.link))
+            if lab.untaken:
+                say(f"warning: hosts keep this machine's {', '.join(lab.untaken)}: times may differ on others")
         except netlab.NotAllowed as error:
             if config.strict:
                 raise

@@ -145,7 +145,7 @@ class Overlapped:
         self.error: BaseException | None = None
         self._num_handed = 0
         self._handed = 0.0  # when the last gradients were
-        self._gpu_wait: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # of the last step
+        self._gpu_wait: tuple[torch.cuda.Event, torch.cuda.Event, float] | None = None  # of the last step
         self._ready: torch.cuda.Event | None = None
         self._arrived: Named = {}
         self._reduced: set[str] = set()
@@ -188,19 +188,23 @@ class Overlapped:
         return future
 
     def _note_waiting(self) -> None:
-        """From the last gradient to the end of the backward pass, there was nothing to do but wait.
+        """From the last gradient to the end of the backward pass, there was nothing to do but wait for operations.
 
         A GPU keeps that time itself, and tells it one step later, when it is sure to be over.
         """
-        end = time.perf_counter()
+        end, timeline = time.perf_counter(), self.comm.ledger.timeline
         if self._ready is None:
-            self.comm.ledger.timeline.waited(self._handed, end)
+            timeline.waited_for_talks(self._handed, end)
             return
         if self._gpu_wait is not None:
-            last_gradient, over = self._gpu_wait
+            last_gradient, over, talking_seconds = self._gpu_wait
             over.synchronize()
-            self.comm.ledger.timeline.waited(end - last_gradient.elapsed_time(over) / 1e3, end)
-        self._gpu_wait = (self._ready, _event(next(self.forward.parameters()).device))
+            timeline.waited(end - min(last_gradient.elapsed_time(over) / 1e3, talking_seconds), end)
+        self._gpu_wait = (
+            self._ready,
+            _event(next(self.forward.parameters()).device),
+            self.comm.ledger.timeline.talking_seconds,
+        )
 
     def _arrive(self, bucket: _Bucket, gradients: Named, ready: torch.cuda.Event | None) -> None:
         self._waiting.append(bucket)

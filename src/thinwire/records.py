@@ -114,6 +114,9 @@ class RunFolder:
         except OSError as error:
             raise RunError(f"cannot write {file}: {error.strerror}; free some space and --resume") from error
 
+    def save_timeline(self, rows: list[dict[str, Any]]) -> None:
+        write_text(self.timeline, "".join(json.dumps(row) + "\n" for row in rows))
+
     def forget_after(self, step: int) -> None:
         """Drop the lines of steps that a resumed run will do again."""
         for file in (self.metrics, self.ledger):

@@ -66,7 +66,7 @@ class Entry:
 
     def spread(self, figure: str | Callable[[dict[str, Any]], float | None]) -> Spread | None:
         """A figure of the summaries over seeds, without those that have none or diverged; None where none has it."""
-        pick = figure if callable(figure) else (lambda summary: summary[figure])
+        pick = figure if callable(figure) else (lambda summary: summary.get(figure))
         values = [pick(record.summary) for record in self.finished if record.summary is not None]
         return spread([float(value) for value in values if value is not None and math.isfinite(value)])
 

@@ -46,7 +46,8 @@ def run_rank(config: RunConfig, link: LinkReport = LinkReport(), news: Path | No
         torch.cuda.set_device(device)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (world.local_size if world else 1)))
-    with join(device=device) as comm:
+    backend = "gloo" if link.on_hosts else None  # nccl would find a way round the hosts' network
+    with join(backend, device=device) as comm:
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and config.out is not None:
             begun = agree(comm, RunFolder(config.out).config.exists)
             config = config.model_copy(update={"resume": begun})
@@ -81,10 +82,9 @@ class Run:
         news: Path | None = None,
     ) -> None:
         self.clock = time.monotonic()
-        self.meters = Meters(comm, device, link.on_hosts)
+        self.meters = Meters(comm, device, link)
         self.comm = comm
         self.device = device
-        self.link = link
         self.news = news
         seed_everything(config.seed)
         self.task = load_task(config.task, config.data, config.seed)
@@ -168,6 +168,7 @@ class Run:
                 pause = time.monotonic()
                 self.checkpoints.save(self.at.step, self._state)
                 begin += time.monotonic() - pause  # that was no training
+        self.meters.timeline.pause()
         self._look(speed())
         self._advance(train_seconds=time.monotonic() - begin)  # a GPU may have been at work until now
         row = self._test_and_record(speed())
@@ -226,7 +227,8 @@ class Run:
             self.folder.append(self.folder.metrics, [row])
             lines = [{**where, "rank": rank, **line} for rank, ledger in enumerate(ledgers) for line in ledger]
             self.folder.append(self.folder.ledger, lines)
-            self.folder.append(self.folder.timeline, timeline)
+            if timeline:
+                self.folder.save_timeline(timeline)
         return row
 
     def _finish(self) -> dict[str, Any]:
@@ -235,7 +237,7 @@ class Run:
         assert self.at.best is not None
         everyone = self.meters.gather(self.at.train_seconds)
         summary = summarise(
-            self.config, self.task, self.link, epochs=self.at.epoch, steps=self.at.step, seconds=self._seconds(),
+            self.config, self.task, self.meters.link, epochs=self.at.epoch, steps=self.at.step, seconds=self._seconds(),
             train_seconds=self.at.train_seconds, samples=self.at.samples,
             value=self.at.value, best=self.at.best, parameters=self.num_parameters, consolidated=model,
             everyone=everyone, nodes=len(set(self.comm.nodes)), device=self.device,

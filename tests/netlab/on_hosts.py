@@ -34,6 +34,7 @@ def main() -> None:
         for name, run in operations(comm).items():
             comm.barrier()
             booked, kernel = comm.ledger.rows(), sent_bytes()
+            comm.barrier()  # nobody begins before all have read their counters
             run()
             comm.barrier()
             comm.barrier()

@@ -91,6 +91,52 @@ def test_everyone_can_send_to_one_host_only_at_its_rate() -> None:
     assert rate < 55, f"two senders brought {rate:.1f} Mbit/s through a link of 50"
 
 
+SEND_AFTER_PAUSES = """
+import socket, sys, time
+stream = socket.create_connection((sys.argv[1], 5000))
+for _ in range(5):
+    time.sleep(0.3)
+    stream.sendall(bytes(15_000))
+    stream.recv(1)
+"""
+ANSWER_EACH = """
+import socket, sys, time
+listener = socket.create_server((sys.argv[1], 5000))
+print("up", flush=True)
+stream = listener.accept()[0]
+times = []
+for _ in range(5):
+    stream.recv(1, socket.MSG_PEEK)
+    begin, got = time.perf_counter(), 0
+    while got < 15_000:
+        got += len(stream.recv(2**16))
+    times.append(time.perf_counter() - begin)
+    stream.send(b"!")
+print(sorted(times)[2])
+"""
+
+
+@pytest.mark.parametrize(("link", "seconds"), [("5mbit", 0.024), ("10mbit", 0.012), ("10mbit,2ms", 0.012)])
+def test_a_small_message_after_a_pause_takes_its_time_too(link: str, seconds: float) -> None:
+    """15 kB, as a compressed gradient may be: no bucket may let it pass for nothing."""
+    with netlab.hosts(2, link=link) as hosts:
+        python = [sys.executable, "-c"]
+        there = hosts[1].start([*python, ANSWER_EACH, hosts[1].address], stdout=subprocess.PIPE, text=True)
+        assert there.stdout.readline() == "up\n"
+        hosts[0].run([*python, SEND_AFTER_PAUSES, hosts[1].address])
+        took = float(there.communicate(timeout=30)[0])
+    assert took > 0.6 * seconds, f"{1e3 * took:.2f} ms instead of {1e3 * seconds:.0f}"
+
+
+def test_a_lab_whose_holder_is_killed_says_so() -> None:
+    with netlab.hosts(2) as hosts:
+        os.kill(int(hosts[0].net.split("/")[2]), signal.SIGKILL)
+        with pytest.raises(RunError, match="make another"):
+            hosts.measure()
+        with pytest.raises(RunError, match="make another"):
+            hosts.sent_bytes()
+
+
 def test_hosts_are_apart_and_inside_a_host_nothing_is_shaped() -> None:
     with netlab.hosts(2, link="1mbit") as hosts:
         listing = [hosts[i].run(["cat", "/proc/net/dev"]) for i in range(2)]
@@ -146,7 +192,7 @@ def gone(pids: set[int], seconds: float = 10) -> bool:
 @pytest.mark.parametrize("link", ["100mbit", "100mbit,10ms"])
 def test_after_kill_9_nothing_is_left_and_a_new_lab_works(link: str) -> None:
     """No name is given to anything outside of the namespaces, and those end with the processes in them."""
-    interfaces, before = set(os.listdir("/sys/class/net")), processes("thinwire.netlab.keeper")
+    before = processes("thinwire.netlab.keeper")
     script = f"""
         import time
         from thinwire import netlab
@@ -163,7 +209,6 @@ def test_after_kill_9_nothing_is_left_and_a_new_lab_works(link: str) -> None:
     process.communicate()
     assert gone(made)
     assert namespace not in {inode for pid in processes("") if (inode := net_of(pid))}
-    assert set(os.listdir("/sys/class/net")) == interfaces
     with netlab.hosts(2, link=link) as hosts:
         assert hosts[0].run(["true"]) == ""
 
@@ -350,7 +395,7 @@ def test_a_slow_link_makes_ranks_wait_and_changes_no_number(tmp_path: Path) -> N
     assert slow["train_seconds"] > 0.9 * floor, "faster than the wire"
     assert slow["waiting_share"] > 0.5
     assert 0 <= fast["waiting_share"] <= 1
-    assert slow["link_state"] in ("shaped", "off")
+    assert slow["link_state"] == ("off" if abs(slow["link_measured"]["rate_mbit"] / 20 - 1) > 0.1 else "shaped")
     assert "2 nodes; link 20mbit, measured" in done.stdout
 
 

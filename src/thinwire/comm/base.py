@@ -139,9 +139,14 @@ class Comm(ABC):
         result = run()
         end = time.perf_counter()
         self.book(op, payload, sent, end - begin)
-        self.ledger.timeline.communicated(op, begin, end, sum(sent.values()))
-        self.ledger.timeline.waited(begin, end)
+        self._tell(op, begin, begin, end, sent)
         return result
+
+    def _tell(self, op: str, begin: float, waited_from: float, end: float, sent: Sent) -> None:
+        """Enter an operation in the timeline; with nobody to talk to it is a copy, and no waiting."""
+        if self.size > 1:
+            self.ledger.timeline.communicated(op, begin, end, sum(sent.values()))
+            self.ledger.timeline.waited(waited_from, end)
 
     def _await_gpu(self, tensor: Tensor) -> None:
         """Let a GPU finish what it computes before the clock starts: that is no time spent on the network."""
@@ -177,13 +182,11 @@ class _Mean:
 
     def wait(self) -> Tensor:
         if self.result is None:
-            ledger = self.comm.ledger
-            begin = time.perf_counter()
+            waited_from = time.perf_counter()
             self.result = self.pending.wait().div_(self.comm.size)
             end = time.perf_counter()
-            ledger.spend(self.line, end - self.begin)
-            ledger.timeline.communicated("all_reduce", self.begin, end, sum(self.sent.values()))
-            ledger.timeline.waited(begin, end)
+            self.comm.ledger.spend(self.line, end - self.begin)
+            self.comm._tell("all_reduce", self.begin, waited_from, end, self.sent)
         return self.result
 
     def done(self) -> bool:

@@ -62,14 +62,15 @@ class ProcessComm(Comm):
         Gloo's threads end when nobody refers to their group any more; one that lets go of its last tensor while
         the interpreter is ending would abort the process.
         """
+        if not hasattr(self, "group"):
+            return  # closed already
         self.thread.close()
         for part in self._parts:
-            group = part.group
             part.close()
-            dist.destroy_process_group(group)
-        self._parts.clear()
-        dist.destroy_process_group(self.side_group)
+        groups = [self.side_group] if self.group is dist.group.WORLD else [self.side_group, self.group]
         del self.group, self.side_group
+        while groups:
+            dist.destroy_process_group(groups.pop(0))
 
     def _start_reduce(self, tensor: Tensor, op: Op) -> Pending:
         if self.backend == "gloo" and tensor.dtype not in GLOO_SUMS:

@@ -41,12 +41,14 @@ class Timeline:
         self._step = 0
         self._spans: list[Span] = []
         self._recording = False
+        self._talks: list[tuple[float, float]] = []  # operations of this step, on whatever thread
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """A training step, on the thread that computes."""
         begin = time.perf_counter()
         self._step = number
+        self._talks = []
         self._computing = threading.get_ident()
         try:
             yield
@@ -65,8 +67,23 @@ class Timeline:
             self.waiting_seconds += end - begin
             self._keep(Span("waiting", "", begin, end, self._step))
 
+    def waited_for_talks(self, begin: float, end: float) -> None:
+        """The computing thread stood still while another was talking, now and then: only that is waiting.
+
+        What the other thread does between operations, such as copying or compressing, is computing.
+        """
+        for talk_begin, talk_end in self._talks:
+            if talk_begin < end and talk_end > begin:
+                self.waited(max(begin, talk_begin), min(end, talk_end))
+
+    @property
+    def talking_seconds(self) -> float:
+        """How long operations took in this step."""
+        return sum(end - begin for begin, end in self._talks)
+
     def communicated(self, op: str, begin: float, end: float, num_bytes: int) -> None:
         """An operation was under way, on whatever thread."""
+        self._talks.append((begin, end))
         self._keep(Span("communication", op, begin, end, self._step, num_bytes))
 
     def record(self) -> None:

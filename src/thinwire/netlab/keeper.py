@@ -6,27 +6,25 @@ anything outside of the namespaces. Requests and answers are lines of JSON.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import signal
 import sys
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pyroute2 import IPRoute, NetlinkError
 
 from thinwire.netlab import kernel
 from thinwire.netlab.link import Link
 from thinwire.netlab.probe import measure
-from thinwire.netlab.relay import MTU as RELAY_MTU
 from thinwire.netlab.relay import open_tun, relay
 
 NETWORK = "10.77.0."
-MTU = 9_000  # jumbo frames: headers take 1 % of the rate instead of 5 %
-BURST_SECONDS = 0.003  # what may pass at once after a pause; small beside a training step
-MIN_BURST_BYTES, MAX_BURST_BYTES = 2 * MTU + 2_000, 64_000
 QUEUE_BYTES = 4_000_000
 ROOT_QUEUE = 0x10000
+HEADERS_BYTES = 200  # of a packet, at most
 SETTINGS = {
     "ipv4/tcp_congestion_control": "reno",  # in every kernel, allowed to everybody: runs repeat elsewhere
     "ipv4/tcp_rmem": "4096 131072 33554432",  # room for links that are fast and long
@@ -35,17 +33,40 @@ SETTINGS = {
 }
 
 
+class Frames(NamedTuple):
+    """How data is cut up: `mtu` on the wire; up to `packet_bytes` travel through the queues in one piece."""
+
+    mtu: int
+    packet_bytes: int
+
+
+def frames(link: Link | None, relayed: bool) -> Frames:
+    """Packets of a millisecond or two, so that links are smooth for small messages too, and headers still cost little.
+
+    >>> frames(Link(10), False), frames(Link(100), False), frames(Link(1000), False)
+    (Frames(mtu=2500, packet_bytes=2500), Frames(mtu=9000, packet_bytes=9000), Frames(mtu=9000, packet_bytes=60000))
+    """
+    if link is None:
+        return Frames(9_000, 60_000)
+    mtu = min(max(round(link.rate_mbit * 250), 1_500), 9_000)
+    if relayed:  # each packet costs the relay some time
+        mtu = min(max(mtu, round(link.rate_mbit * 60)), 18_000)
+    return Frames(mtu, max(mtu, min(round(link.rate_mbit * 60), 60_000)))
+
+
 class Keeper:
     """A switch and n hosts, each a network namespace of its own."""
 
     def __init__(self, num_hosts: int, link: Link | None) -> None:
         self.link = link
-        self.own_user = self._get_permission()
+        self.untaken: set[str] = set()  # settings that the kernel did not take
+        kernel.unshare(kernel.NEWNET)
         self.switch = self._here()
         self.addresses = [f"{NETWORK}{i + 1}" for i in range(num_hosts)]
         self.hosts = [self._new_host() for _ in range(num_hosts)]
         delay = link is not None and link.latency_ms > 0
         self.relayed = delay and not self._has_netem()
+        self.frames = frames(link, self.relayed)
         if self.relayed:
             self._join_by_relay()
         else:
@@ -57,16 +78,6 @@ class Keeper:
 
     # ---- namespaces
 
-    def _get_permission(self) -> bool:
-        """Be in a new network namespace, which becomes the switch; True if that took a user namespace of our own."""
-        try:
-            kernel.unshare(kernel.NEWNET)
-        except PermissionError:
-            kernel.become_root()
-            kernel.unshare(kernel.NEWNET)
-            return True
-        return False
-
     @staticmethod
     def _here() -> str:
         """Keep the present network namespace alive; returns the path by which others enter it."""
@@ -75,8 +86,11 @@ class Keeper:
     def _new_host(self) -> str:
         kernel.unshare(kernel.NEWNET)
         for setting, value in SETTINGS.items():
-            with suppress(OSError):
-                Path("/proc/sys/net", setting).write_text(value)
+            path = Path("/proc/sys/net", setting)
+            try:
+                path.write_text(value)
+            except OSError:
+                self.untaken |= {setting} if path.exists() else set()
         with IPRoute() as ip:
             ip.link("set", index=_index(ip, "lo"), state="up")
         return self._here()
@@ -94,15 +108,16 @@ class Keeper:
         return True
 
     def _join_by_bridge(self, delay: bool) -> None:
+        mtu = self.frames.mtu
         kernel.setns(self.switch, kernel.NEWNET)
         with IPRoute() as switch:
-            switch.link("add", ifname="bridge", kind="bridge", mtu=MTU)
+            switch.link("add", ifname="bridge", kind="bridge", mtu=mtu)
             bridge = _index(switch, "bridge")
             switch.link("set", index=bridge, state="up")
             for i, host in enumerate(self.hosts):
                 name = f"port{i}"
-                peer = {"ifname": kernel.WIRE, "mtu": MTU, "net_ns_fd": host}
-                switch.link("add", ifname=name, kind="veth", mtu=MTU, peer=peer)
+                peer = {"ifname": kernel.WIRE, "mtu": mtu, "net_ns_fd": host}
+                switch.link("add", ifname=name, kind="veth", mtu=mtu, peer=peer)
                 port = _index(switch, name)
                 switch.link("set", index=port, master=bridge, state="up")
                 self._shape(switch, port, delay)
@@ -114,21 +129,23 @@ class Keeper:
         for i in range(len(self.hosts)):
             self.enter(i)
             tuns.append(open_tun())
-            self._bring_up(i, mtu=RELAY_MTU)
+            self._bring_up(i)
         reader, self._relay_until = os.pipe()  # closed when this process ends, however it ends
         if os.fork() == 0:
             os.close(self._relay_until)
             assert self.link is not None
-            with suppress(KeyboardInterrupt):
+            try:
                 relay(tuns, self.link, stop=reader)
-            os._exit(0)
+            finally:
+                os._exit(1)
+        signal.signal(signal.SIGCHLD, lambda *_: os._exit(1))  # without its relay a lab is no lab
 
-    def _bring_up(self, host: int, mtu: int = MTU) -> None:
+    def _bring_up(self, host: int) -> None:
         self.enter(host)
         with IPRoute() as ip:
             wire = _index(ip, kernel.WIRE)
             ip.addr("add", index=wire, address=self.addresses[host], prefixlen=24)
-            ip.link("set", index=wire, mtu=mtu, state="up")
+            ip.link("set", index=wire, mtu=self.frames.mtu, state="up")
             self._shape(ip, wire, delay=False)
 
     def _shape(self, ip: IPRoute, index: int, delay: bool) -> None:
@@ -136,8 +153,9 @@ class Keeper:
         if self.link is None:
             return
         rate = round(self.link.rate_mbit * 1e6 / 8)
-        burst = round(min(max(rate * BURST_SECONDS, MIN_BURST_BYTES), MAX_BURST_BYTES))
-        ip.link("set", index=index, gso_max_size=burst - 2_000)  # so that no packet is larger than the bucket
+        packet = self.frames.packet_bytes
+        burst = packet + HEADERS_BYTES  # one packet: more would pass for nothing after each pause
+        ip.link("set", index=index, gso_max_size=packet)  # or the bucket would cut packets up
         at: dict[str, Any] = {"handle": ROOT_QUEUE}
         if delay:
             ip.tc("add", "netem", index, handle=ROOT_QUEUE, delay=round(1e3 * self.link.latency_ms), limit=100_000)
@@ -149,7 +167,7 @@ class Keeper:
     def answer(self, request: str) -> Any:
         """What is asked for, by name."""
         if request == "measure":
-            return measure(self.addresses, self.enter)._asdict()
+            return measure(self.addresses, self.link, self.enter)._asdict()
         assert request == "sent", request
         counts = []
         for i in range(len(self.hosts)):
@@ -165,14 +183,22 @@ def _index(ip: IPRoute, name: str) -> int:
 def main() -> None:
     """Make the lab that the arguments describe, say where it is, answer requests until the input ends."""
     num_hosts, link_json = int(sys.argv[1]), json.loads(sys.argv[2])
+    link = Link(*link_json) if link_json else None
+    user = None
     try:
-        keeper = Keeper(num_hosts, Link(*link_json) if link_json else None)
+        try:
+            keeper = Keeper(num_hosts, link)
+        except (PermissionError, NetlinkError) as error:
+            if getattr(error, "code", errno.EPERM) != errno.EPERM or "tun" in str(error):
+                raise
+            kernel.become_root()  # in a user namespace, where anybody may be
+            user = f"/proc/{os.getpid()}/ns/user"
+            keeper = Keeper(num_hosts, link)
     except (OSError, NetlinkError) as error:
         print(json.dumps({"error": str(error)}), flush=True)
         return
-    user = f"/proc/{os.getpid()}/ns/user" if keeper.own_user else None
     hosts = [{"address": a, "net": n, "user": user} for a, n in zip(keeper.addresses, keeper.hosts, strict=True)]
-    print(json.dumps({"hosts": hosts, "relayed": keeper.relayed}), flush=True)
+    print(json.dumps({"hosts": hosts, "relayed": keeper.relayed, "untaken": sorted(keeper.untaken)}), flush=True)
     for line in sys.stdin:
         print(json.dumps(keeper.answer(line.strip())), flush=True)
 

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,7 @@ class Lab(Sequence[Host]):
             self.close()
             raise NotAllowed(_not_allowed(answer["error"]))
         self.relayed = bool(answer["relayed"])  # latency by a relay, because the kernel has no netem
+        self.untaken: list[str] = answer["untaken"]  # settings of hosts that the kernel did not take
         self._hosts = [Host(**host) for host in answer["hosts"]]
 
     def measure(self) -> Measured:
@@ -93,7 +94,8 @@ class Lab(Sequence[Host]):
         """Remove everything."""
         assert self._keeper.stdin is not None
         assert self._keeper.stdout is not None
-        self._keeper.stdin.close()
+        with suppress(OSError):  # it was killed
+            self._keeper.stdin.close()
         try:
             self._keeper.wait(10)
         except subprocess.TimeoutExpired:
@@ -120,7 +122,7 @@ class Lab(Sequence[Host]):
         assert self._keeper.stdout is not None
         line = self._keeper.stdout.readline()
         if not line:
-            raise RunError("the process that holds the network has ended; its message is above")
+            raise RunError("the process that holds the lab has ended; make another with netlab.hosts")
         return json.loads(line)
 
 
@@ -154,7 +156,7 @@ def _not_allowed(reason: str) -> str:
     if "Operation not permitted" not in reason and "Permission denied" not in reason:
         return f"the kernel lacks what a link is made of: veth, bridge and tbf ({reason}); load these modules"
     if os.getuid() == 0:
-        how = "give this container the capability SYS_ADMIN (docker run --cap-add SYS_ADMIN)"
+        how = "give this container more rights (docker run --cap-add SYS_ADMIN --cap-add NET_ADMIN)"
     else:
         how = (
             "run as root, or allow user namespaces (sysctl -w user.max_user_namespaces=1000, and on some systems "

@@ -9,7 +9,7 @@ from thinwire.errors import UsageError
 
 RATES = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}  # in Mbit/s
 TIMES = {"us": 1e-3, "ms": 1.0, "s": 1e3}  # in ms
-SLOWEST_MBIT, FASTEST_MBIT, LONGEST_MS = 0.1, 10_000.0, 2_000.0
+SLOWEST_MBIT, FASTEST_MBIT, LONGEST_MS = 1.0, 10_000.0, 2_000.0
 
 
 class Link(NamedTuple):
@@ -40,7 +40,7 @@ def parse_link(text: str) -> Link:
             "try 100mbit, or 1gbit,10ms (10 ms each way)"
         ) from None
     if not SLOWEST_MBIT <= link.rate_mbit <= FASTEST_MBIT:
-        raise UsageError(f"link '{text}': possible rates are 100kbit to 10gbit; try 100mbit")
+        raise UsageError(f"link '{text}': possible rates are 1mbit to 10gbit; try 100mbit")
     if link.latency_ms > LONGEST_MS:
         raise UsageError(f"link '{text}': possible latencies are 0ms to 2s; try 100mbit,10ms")
     return link

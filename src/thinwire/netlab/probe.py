@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from thinwire.netlab.link import Link
 
-NUM_PINGS = 9
-WARMUP_SECONDS, SECONDS = 0.4, 0.6  # streams need a moment, and some fifty latencies, until they flow evenly
+NUM_PINGS = 5
+WARMUP_SECONDS, WARMUP_LATENCIES = 0.4, 40  # that streams need until they flow evenly
+SECONDS, NUM_BYTES = 0.6, 100_000  # to measure for: both of them
 TOLERANCE = 0.10  # a link further off than this is called off
 TOO_SHORT_MS = 0.5  # a latency below this is the machine's own, not the link's
 CHUNK_BYTES = 2**18
@@ -38,13 +39,16 @@ class Stream(NamedTuple):
     receiver: socket.socket
 
 
-def measure(addresses: Sequence[str], enter: Callable[[int], None]) -> Measured:
+def measure(addresses: Sequence[str], link: Link | None, enter: Callable[[int], None]) -> Measured:
     """Rate and latency between hosts; `enter(i)` moves this process to host i, where sockets made then belong."""
+    expected = link or Link(rate_mbit=1000)
+    seconds = max(SECONDS, NUM_BYTES * 8e-6 / expected.rate_mbit)
     num_hosts = len(addresses)
     streams = [_connect(i, (i + 1) % num_hosts, addresses, enter) for i in range(num_hosts)]
     try:
         latency = statistics.median(_round_trip(streams[0]) for _ in range(NUM_PINGS)) / 2
-        return Measured(rate_mbit=min(_rates(streams, latency)) * 8e-6, latency_ms=1e3 * latency)
+        rates = _rates(streams, WARMUP_SECONDS + WARMUP_LATENCIES * latency, seconds)
+        return Measured(rate_mbit=min(rates) * 8e-6, latency_ms=1e3 * latency)
     finally:
         for stream in streams:
             stream.sender.close()
@@ -71,18 +75,18 @@ def _round_trip(stream: Stream) -> float:
     return time.perf_counter() - begin
 
 
-def _rates(streams: Sequence[Stream], latency: float) -> list[float]:
-    """Bytes per second that each receiver gets while all send."""
+def _rates(streams: Sequence[Stream], warmup: float, seconds: float) -> list[float]:
+    """Bytes per second that each receiver gets while all send, after a while."""
     for stream in streams:
         stream.sender.setblocking(False)
         stream.receiver.setblocking(False)
     got = dict.fromkeys((stream.receiver for stream in streams), 0)
     senders = [stream.sender for stream in streams]
-    _pump(senders, got, WARMUP_SECONDS + 50 * latency)
+    _pump(senders, got, warmup)
     before, begin = dict(got), time.perf_counter()
-    _pump(senders, got, SECONDS)
-    seconds = time.perf_counter() - begin
-    return [(got[receiver] - before[receiver]) / seconds for receiver in got]
+    _pump(senders, got, seconds)
+    took = time.perf_counter() - begin
+    return [(got[receiver] - before[receiver]) / took for receiver in got]
 
 
 def _pump(senders: list[socket.socket], got: dict[socket.socket, int], seconds: float) -> None:

@@ -17,7 +17,6 @@ from thinwire.netlab.kernel import WIRE
 from thinwire.netlab.link import Link
 
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
-MTU = 18_000  # a packet costs this process some 20 µs, so they are large
 QUEUE_BYTES = 4_000_000  # what a host's port holds before it drops
 
 

@@ -90,9 +90,19 @@ def _intro(results: Results) -> str:
     nodes = f" on {counted(about['nodes'], 'node')}" if about["ranks"] > 1 else ""
     link = f"link {code(about['link'])}" if about["link"] else "no link shaped between them"
     settings = [f"{ranks}{nodes}", *([link] if about["ranks"] > 1 or about["link"] else [])]
-    settings += [f"seed{'s' * (len(seeds) > 1)} {listed(seeds)}", f"{counted(about['epochs'], 'epoch')} each"]
+    settings += [f"seed{'s' * (len(seeds) > 1)} {listed(seeds)}", _epochs(_summaries(results))]
     what = "Strategies compared" if len(results.entries) > 1 else "One strategy"
     return f'{heading}<p class="lead">{what} on task {code(about["task"])}{model}: {", ".join(settings)}.</p>'
+
+
+def _epochs(summaries: list[dict[str, Any]]) -> str:
+    """How long the runs were: the same for all, unless a budget of time ended them."""
+    fewest, most = min(s["epochs"] for s in summaries), max(s["epochs"] for s in summaries)
+    return (
+        f"{counted(most, 'epoch')} each"
+        if fewest == most
+        else f"{counted(fewest, 'epoch')} to {counted(most, 'epoch')}"
+    )
 
 
 def _notes(results: Results) -> str:
@@ -106,7 +116,7 @@ def _notes(results: Results) -> str:
 def _link_notes(summaries: list[dict[str, Any]]) -> list[str]:
     notes = []
     for state, what, so in (
-        ("not shaped", "The link was not shaped", "This machine does not permit network namespaces, so the times are "
+        ("not shaped", "The link was not shaped", "It could not be made on this machine, so the times are "
          "those of the bare machine, not of {}. Bytes and metrics do not depend on it."),
         ("off", "The link was more than 10 % off", "Asked for: {}. Mind that when comparing times."),
     ):  # fmt: skip

@@ -33,7 +33,7 @@ def counted(number: int, noun: str) -> str:
     >>> counted(1, "rank"), counted(2, "rank")
     ('1 rank', '2 ranks')
     """
-    return f"{number} {noun}{'s' * (number != 1)}"
+    return f"{escape(str(number))} {noun}{'s' * (number != 1)}"
 
 
 def listed(values: list[int]) -> str:
@@ -42,5 +42,5 @@ def listed(values: list[int]) -> str:
     >>> listed([0, 1, 2])
     '0, 1 and 2'
     """
-    words = [str(value) for value in values]
+    words = [escape(str(value)) for value in values]
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
