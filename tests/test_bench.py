@@ -217,6 +217,12 @@ def test_a_second_comparison_on_the_machine_waits_its_turn(tmp_path: Path) -> No
         assert process.stderr is not None
         assert "waiting for another comparison on this machine (process 4711)" in process.stderr.readline()
         assert not (tmp_path / "cmp").exists()
+        third = start("compare", "data_parallel", "--out", "other", folder=tmp_path)
+        assert third.stderr is not None
+        third.stderr.readline()
+        third.terminate()
+        _, err = third.communicate(timeout=30)
+        assert (third.returncode, err) == (130, "thinwire: stopped by SIGTERM\n")
     _, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert (tmp_path / "cmp" / "report.html").exists()

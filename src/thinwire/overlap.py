@@ -200,11 +200,8 @@ class Overlapped:
             last_gradient, over, talking_seconds = self._gpu_wait
             over.synchronize()
             timeline.waited(end - min(last_gradient.elapsed_time(over) / 1e3, talking_seconds), end)
-        self._gpu_wait = (
-            self._ready,
-            _event(next(self.forward.parameters()).device),
-            self.comm.ledger.timeline.talking_seconds,
-        )
+        over = _event(next(self.forward.parameters()).device)
+        self._gpu_wait = self._ready, over, timeline.talking_seconds
 
     def _arrive(self, bucket: _Bucket, gradients: Named, ready: torch.cuda.Event | None) -> None:
         self._waiting.append(bucket)
