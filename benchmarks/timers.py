@@ -9,6 +9,7 @@ difference drowns in the noise of a busy machine, the calls of a step are also c
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -70,11 +71,11 @@ def main() -> None:
 
         steps(Timeline())
         times: dict[type[Timeline], list[float]] = {Timeline: [], Nothing: []}
-        for _ in range(ROUNDS):
-            for kind, found in times.items():
+        for turn in range(ROUNDS):
+            for kind in (Timeline, Nothing) if turn % 2 else (Nothing, Timeline):
                 timeline = kind()
                 timeline.record()
-                found.append(steps(timeline))
+                times[kind].append(steps(timeline))
         counting = Counting()
         steps(counting)
         if comm.rank == 0:
@@ -84,7 +85,8 @@ def main() -> None:
 def report(options: argparse.Namespace, times: dict[type[Timeline], list[float]], calls: float) -> None:
     on, off = (statistics.median(found) for found in times.values())
     print(f"{options.spec}, {options.model}, batch {options.batch_size}, torch {torch.__version__}")
-    cost = f"{100 * (on / off - 1):+.2f} %"
+    noise = math.hypot(*(1.25 * statistics.stdev(found) / len(found) ** 0.5 for found in times.values())) / off
+    cost = f"{100 * (on / off - 1):+.1f} ± {100 * noise:.1f} %"
     print(f"a step takes {1e6 * on:.0f} µs with the timeline, {1e6 * off:.0f} µs without: {cost}")
     each = seconds_a_call()
     print(f"{calls:.1f} calls a step, {1e6 * each:.2f} µs each: {100 * calls * each / on:.2f} % of a step")
