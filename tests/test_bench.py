@@ -263,7 +263,7 @@ def test_folders_that_are_not_a_comparison(twice: Path, tmp_path: Path) -> None:
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "notes.txt").write_text("mine")
     _, err = thinwire("compare", "data_parallel", "--out", "foreign", folder=tmp_path, expect=2)
-    assert "foreign holds other things; give another --out" in err
+    assert "foreign holds other things already; give another --out" in err
     _, err = thinwire("report", "foreign", folder=tmp_path, expect=2)
     assert "holds no comparison and no run" in err
     assert [path.name for path in (tmp_path / "foreign").iterdir()] == ["notes.txt"]
@@ -296,6 +296,12 @@ def test_folders_of_another_version_or_half_written(twice: Path, tmp_path: Path)
     assert "Runs not finished" in (folder / "report.html").read_text()
     (folder / "compare.json").write_text(json.dumps({**about, "format": 99}))
     says("has format 99, this version reads 1")
+    (folder / "compare.json").write_text(json.dumps({"format": 1, "specs": []}))
+    says("lacks seeds, target, errors, command: it is damaged")
+    (folder / "compare.json").write_text(json.dumps({**about, "settings": {"colour": "blue"}}))
+    _, err = thinwire("compare", "--out", "old", "--resume", folder=tmp_path, expect=2)
+    assert "colour" in err
+    assert "Traceback" not in err
     (folder / "compare.json").write_text("[1, 2")
     says("it is damaged, or not thinwire's")
     _, err = thinwire("report", "old/runs/1-data_parallel/seed-0", folder=tmp_path, expect=2)

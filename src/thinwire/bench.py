@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from rich.console import Console
 
 from thinwire.comm.world import find_world
@@ -23,6 +24,7 @@ from thinwire.netlab import Lab
 from thinwire.network import check_network, network
 from thinwire.progress import say
 from thinwire.records import RunFolder, scratch_folder, write_text
+from thinwire.registry import explain
 from thinwire.report import write_report
 from thinwire.results import (
     FORMAT,
@@ -76,12 +78,9 @@ class Comparison:
         config = CompareConfig(**asked)
         folder = config.out or next(p for i in range(1, 10**6) if not (p := Path(f"runs/compare-{i}")).exists())
         if folder.is_dir() and any(folder.iterdir()):
-            what = (
-                "a comparison already; add --resume to go on with it, or"
-                if holds_comparison(folder)
-                else "other things;"
-            )
-            raise UsageError(f"{folder} holds {what} give another --out")
+            resume = "add --resume to go on with it, or " if holds_comparison(folder) else ""
+            what = "a comparison" if resume else "other things"
+            raise UsageError(f"{folder} holds {what} already; {resume}give another --out")
         RunFolder.new(config.run("", 0, folder, resume=False))
         return Comparison(_distinct(specs), config, folder, _command(specs, asked))
 
@@ -96,7 +95,10 @@ class Comparison:
         about = read_comparison_file(folder)
         if specs and _distinct(specs) != about["specs"]:
             raise UsageError(f"{folder} compares {', '.join(about['specs'])}; leave the strategies out to resume it")
-        saved = CompareConfig(**about["settings"])
+        try:
+            saved = CompareConfig(**about.get("settings", {}))
+        except ValidationError as error:
+            raise UsageError(explain(error, str(folder / "compare.json"))) from None
         for name, value in asked.items():
             if name not in MAY_CHANGE and value != getattr(saved, name):
                 option = name.replace("_", "-")

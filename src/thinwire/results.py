@@ -207,6 +207,8 @@ def read_comparison_file(folder: Path) -> dict[str, Any]:
             f"{path} has format {about.get('format')}, this version reads {FORMAT}; repeat the comparison, "
             "or use the version of thinwire that wrote it"
         )
+    if missing := [key for key in ("specs", "seeds", "target", "errors", "command") if key not in about]:
+        raise UsageError(f"{path} lacks {', '.join(missing)}: it is damaged; repeat the comparison")
     return about
 
 
