@@ -147,6 +147,9 @@ def _run_agent(config: RunConfig, errand: dict[str, Any], scratch: str) -> None:
     finally:
         for number, handler in handlers.items():  # the agent leaves its own behind
             signal.signal(number, handler)
+        for rank in multiprocessing.active_children():  # and a rank, if the signal came while it was starting them
+            rank.kill()
+            rank.join(5)
     if result.is_failed():
         raise explain(result.failures)
 
