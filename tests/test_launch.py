@@ -199,14 +199,27 @@ def test_a_signal_ends_all_ranks_and_what_is_finished_is_kept(tmp_path: Path, si
 
 def test_torchrun_worlds_are_joined(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = free_port()
     code, out, err = run(
         port, "-m", "thinwire", "train", "--epochs", "1", "--out", str(tmp_path / "run"), program=torchrun
     )
     assert code == 0, err
     assert "2 ranks" in out
     assert out.count("results in") == 1
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return str(free.getsockname()[1])
+
+
+def run_ranks(script: Path, num_ranks: int, port: str) -> None:
+    """A script on ranks that were started by hand; each must end well."""
+    env = {**FAST, "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [start(env={**env, "RANK": str(rank)}, program=(str(script),)) for rank in range(num_ranks)]
+    for rank in ranks:
+        code, _, err = finish(rank, 60)
+        assert code == 0, err
 
 
 def test_a_process_can_join_leave_and_join_again(tmp_path: Path) -> None:
@@ -218,17 +231,12 @@ def test_a_process_can_join_leave_and_join_again(tmp_path: Path) -> None:
         "        assert comm.sum(torch.ones(1000))[0] == 2\n"
         "import os; os.write(1, f'joined {i + 1} times\\n'.encode())\n"
     )
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = free_port()
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port")
     code, out, err = finish(start(port, str(script), program=torchrun), 60)
     assert code == 0, err
     assert out.count("joined 4 times") == 2
-    env = {**FAST, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [start(env={**env, "RANK": str(rank)}, program=(str(script),)) for rank in range(2)]
-    for rank in ranks:  # rank 0 has the store this time
-        code, out, err = finish(rank, 60)
-        assert code == 0, err
+    run_ranks(script, 2, port)  # rank 0 has the store this time
 
 
 def test_processes_that_leave_right_after_their_last_step_end_well(tmp_path: Path) -> None:
@@ -242,18 +250,11 @@ def test_processes_that_leave_right_after_their_last_step_end_well(tmp_path: Pat
         "                         loss=torch.nn.functional.mse_loss, comm=comm)\n"
         "    for _ in range(3): trainer.step((x, x))\n"
     )
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    env = {**FAST, "WORLD_SIZE": "6", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [start(env={**env, "RANK": str(rank)}, program=(str(script),)) for rank in range(6)]
-    for rank in ranks:
-        code, _, err = finish(rank, 60)
-        assert code == 0, err
+    run_ranks(script, 6, free_port())
 
 
 def test_a_rank_that_waits_for_others_says_so(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = free_port()
     env = {**FAST, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     process = start("train", "--out", str(tmp_path / "run"), env=env)
     line = process.stderr.readline()

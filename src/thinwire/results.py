@@ -22,6 +22,9 @@ NEEDED = (
 )  # fmt: skip
 
 
+Figure = str | Callable[[dict[str, Any]], float | None]  # of a summary: its key, or what to make of it
+
+
 class Spread(NamedTuple):
     """Values over seeds, with their mean and sample standard deviation (None for fewer than two)."""
 
@@ -64,7 +67,7 @@ class Entry:
     def errors(self) -> list[str]:
         return [f"seed {record.seed}: {record.error}" for record in self.records if record.error]
 
-    def spread(self, figure: str | Callable[[dict[str, Any]], float | None]) -> Spread | None:
+    def spread(self, figure: Figure) -> Spread | None:
         """A figure of the summaries over seeds, without those that have none or diverged; None where none has it."""
         pick = figure if callable(figure) else (lambda summary: summary.get(figure))
         values = [pick(record.summary) for record in self.finished if record.summary is not None]
@@ -133,7 +136,7 @@ def _spread(spread: Spread | None) -> dict[str, Any] | None:
     return spread._asdict() if spread is not None else None
 
 
-def on_link(who: str, link: str) -> Callable[[dict[str, Any]], Any]:
+def on_link(who: str, link: str) -> Callable[[dict[str, Any]], float | None]:
     """The bytes inside or between nodes, by the ledger ("wire") or the kernel, of a summary that has them."""
     return lambda summary: (summary[f"{who}_bytes_by_link"] or {}).get(link)
 

@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from thinwire.results import Entry, Results, Spread, on_link
+from thinwire.results import Entry, Figure, Results, Spread, on_link
 
 NAME_WIDTH = 18  # that a strategy's name needs at least
 
@@ -137,7 +137,7 @@ def _columns(metric: str, target: float | None) -> dict[str, Callable[[Entry], s
     def value(number: float) -> str:
         return show(number, metric)
 
-    def mean(figure: str | Callable[[dict[str, Any]], Any], words: Callable[[float], str]) -> Callable[[Entry], str]:
+    def mean(figure: Figure, words: Callable[[float], str]) -> Callable[[Entry], str]:
         return lambda entry: words(found.mean) if (found := entry.spread(figure)) else "–"
 
     return {

@@ -80,17 +80,22 @@ def deep_net() -> nn.Sequential:
 DEEP = deep_net()
 
 
+def straight_and_resumed(begin: Callable[[], Any], data: list[Any], cut: int) -> tuple[Any, Any]:
+    """A strategy that took all steps, and one that was begun anew from another's state after some of them."""
+    straight, before, after = begin(), begin(), begin()
+    steps(straight, data)
+    steps(before, data[:cut])
+    after.load_state_dict(copy.deepcopy(before.state_dict()))
+    steps(after, data[cut:])
+    return straight, after
+
+
 def resume_deep(comm: Comm, spec: str) -> list[dict[str, Tensor]]:
     def begin() -> tw.Strategy:
         loss = nn.functional.cross_entropy
         return tw.prepare(spec, model=copy.deepcopy(DEEP), optimizer=sgd, loss=loss, comm=comm)
 
-    data = batches(8, 24)
-    straight, before, after = begin(), begin(), begin()
-    steps(straight, data)
-    steps(before, data[:4])
-    after.load_state_dict(copy.deepcopy(before.state_dict()))
-    steps(after, data[4:])
+    straight, after = straight_and_resumed(begin, batches(8, 24), cut=4)
     return [weights(straight.consolidate()), weights(after.consolidate())]
 
 
@@ -160,12 +165,7 @@ def with_counting(comm: Comm) -> tuple[dict[str, Tensor], dict[str, Tensor], lis
         recipe = Recipe(nn.functional.cross_entropy, sgd)
         return DataParallel(copy.deepcopy(DEEP), recipe, comm, reducer=counting(), parcel_mb=0.02)
 
-    data = batches(6, 24)
-    straight, before, after = begin(), begin(), begin()
-    steps(straight, data)
-    steps(before, data[:2])
-    after.load_state_dict(copy.deepcopy(before.state_dict()))
-    steps(after, data[2:])
+    straight, after = straight_and_resumed(begin, batches(6, 24), cut=2)
     counts = sorted({int(c) for state in after.exchange.states for c in state.values()})
     return weights(straight.consolidate()), weights(after.consolidate()), counts, set(THREADS)
 

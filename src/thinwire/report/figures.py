@@ -14,7 +14,6 @@ from thinwire.report.marks import (
     better,
     colour,
     dash,
-    finite,
     hover,
     is_number,
     layout_of,
@@ -169,7 +168,7 @@ def _target(target: float | None, metric: str) -> dict[str, Any]:
 
 
 def _point(i: int, entry: Entry, over: str) -> Point | None:
-    cost, value = finite(entry, over), finite(entry, "value")
+    cost, value = entry.spread(over), entry.spread("value")
     return Point(i, cost.mean, value.mean) if cost and value else None
 
 
@@ -180,7 +179,7 @@ def _front_line(points: list[Point], axis: Axis, metric: str) -> Trace:
 
 
 def _dot(point: Point, entry: Entry, axis: Axis, metric: str) -> Trace:
-    spread = finite(entry, "value")
+    spread = entry.spread("value")
     deviation = (spread.deviation if spread else None) or 0
     cost = clock(point.cost) if axis.layout["title"]["text"].startswith("training") else size(point.cost)
     words = f"{name_of(point.strategy, entry)}<br>{metric} {show(point.value, metric)}<br>{cost}"

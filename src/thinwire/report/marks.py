@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from thinwire.results import Entry, Spread
+from thinwire.results import Entry
 
 Trace = dict[str, Any]
 # Okabe and Ito's colours for all kinds of sight, shifted to stand out from white and from black alike.
@@ -56,12 +56,6 @@ def better(metric: str) -> int:
 def is_number(value: Any) -> bool:
     """Is it there, and finite? A run that diverges records NaN."""
     return isinstance(value, int | float) and math.isfinite(value)
-
-
-def finite(entry: Entry, key: str, part: str = "") -> Spread | None:
-    """A figure of the summaries (or a part of one) over seeds, without what is missing or not a number."""
-
-    return entry.spread(lambda summary: (summary.get(key) or {}).get(part) if part else summary.get(key))
 
 
 def layout_of(height: int, **more: Any) -> dict[str, Any]:

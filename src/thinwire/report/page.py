@@ -10,11 +10,12 @@ from typing import Any
 from thinwire.records import write_text
 from thinwire.report import figures
 from thinwire.report.figures import PURPOSES
-from thinwire.report.marks import GREY, Figure, finite, is_number
+from thinwire.report.marks import GREY, Figure
+from thinwire.report.notes import all_records, all_summaries, measured_link, notes
 from thinwire.report.table import results_table
 from thinwire.report.timeline import KINDS, timeline
 from thinwire.report.words import breakable, code, counted, listed, spec_of
-from thinwire.results import Entry, Record, Results
+from thinwire.results import Record, Results
 from thinwire.tables import clock, show
 
 LIGHT = {"page": "#ffffff", "text": "#1d2126", "muted": "#59626d", "line": "#dde1e6", "panel": "#f5f6f8",
@@ -54,7 +55,7 @@ def page(results: Results) -> str:
     from plotly.offline import get_plotlyjs
 
     drawn: list[Figure] = []
-    body = [_intro(results), _notes(results)]
+    body = [_intro(results), notes(results)]
     if results.example:
         body += [results_table(results), _figures(results, drawn), _timelines(results, drawn)]
     body += [_repeat(results), _definitions()]
@@ -90,7 +91,7 @@ def _intro(results: Results) -> str:
     nodes = f" on {counted(about['nodes'], 'node')}" if about["ranks"] > 1 else ""
     link = f"link {code(about['link'])}" if about["link"] else "no link shaped between them"
     settings = [f"{ranks}{nodes}", *([link] if about["ranks"] > 1 or about["link"] else [])]
-    settings += [f"seed{'s' * (len(seeds) > 1)} {listed(seeds)}", _epochs(_summaries(results))]
+    settings += [f"seed{'s' * (len(seeds) > 1)} {listed(seeds)}", _epochs(all_summaries(results))]
     what = "Strategies compared" if len(results.entries) > 1 else "One strategy"
     return f'{heading}<p class="lead">{what} on task {code(about["task"])}{model}: {", ".join(settings)}.</p>'
 
@@ -103,59 +104,6 @@ def _epochs(summaries: list[dict[str, Any]]) -> str:
         if fewest == most
         else f"{counted(fewest, 'epoch')} to {counted(most, 'epoch')}"
     )
-
-
-def _notes(results: Results) -> str:
-    notes = [*_link_notes(_summaries(results)), *_diverged_notes(results)]
-    for heading, lines in (("Runs that failed", _failed(results)), ("Runs not finished", _unfinished(results))):
-        if lines:
-            notes.append(f"<strong>{heading}</strong><ul>{''.join(f'<li>{line}</li>' for line in lines)}</ul>")
-    return "".join(f'<div class="note" role="note">{note}</div>' for note in notes)
-
-
-def _link_notes(summaries: list[dict[str, Any]]) -> list[str]:
-    notes = []
-    for state, what, so in (
-        ("not shaped", "The link was not shaped", "It could not be made on this machine, so the times are "
-         "those of the bare machine, not of {}. Bytes and metrics do not depend on it."),
-        ("off", "The link was more than 10 % off", "Asked for: {}. Mind that when comparing times."),
-    ):  # fmt: skip
-        runs = [summary for summary in summaries if summary["link_state"] == state]
-        some = f" in {len(runs)} of {len(summaries)} runs" if len(runs) < len(summaries) else ""
-        measured = f" Measured: {text}." if (text := _measured(runs)) else ""
-        if runs:
-            notes.append(f"<strong>{what}{some}.</strong> {so.format(code(runs[0]['link']))}{measured}")
-    return notes
-
-
-def _measured(summaries: list[dict[str, Any]]) -> str:
-    """The measured link of some runs, from the lowest to the highest figure."""
-    measured = [summary["link_measured"] for summary in summaries if summary.get("link_measured")]
-    words = []
-    for key, form, unit in (("rate_mbit", "{:.1f}", "Mbit/s"), ("latency_ms", "{:.2f}", "ms")):
-        values = [form.format(v) for v in sorted(m[key] for m in measured if m.get(key) is not None)]
-        words += [f"{'–'.join(dict.fromkeys((values[0], values[-1])))} {unit}"] if values else []
-    return " and ".join(words)
-
-
-def _diverged_notes(results: Results) -> list[str]:
-    lost = [
-        f"{spec_of(i, entry)}, seed {record.seed}"
-        for i, entry, record in _records(results)
-        if record.summary and not is_number(record.summary["value"])
-    ]
-    what = "Runs that ended with a metric that is not a number"
-    return [f"<strong>{what}</strong>, left out of the means: {'; '.join(lost)}."] if lost else []
-
-
-def _failed(results: Results) -> list[str]:
-    failed = [(i, entry, record) for i, entry, record in _records(results) if record.error]
-    return [f"{spec_of(i, e)}, seed {r.seed}: <span class=error>{escape(r.error or '')}</span>" for i, e, r in failed]
-
-
-def _unfinished(results: Results) -> list[str]:
-    left = [(i, e, r) for i, e, r in _records(results) if r.summary is None and not r.error]
-    return [f"{spec_of(i, entry)}, seed {record.seed}" for i, entry, record in left]
 
 
 def _figures(results: Results, drawn: list[Figure]) -> str:
@@ -202,7 +150,7 @@ def _timelines(results: Results, drawn: list[Figure]) -> str:
     )
     parts: list[str] = []
     for i, entry, figure in found:
-        waiting = finite(entry, "waiting_share")
+        waiting = entry.spread("waiting_share")
         share = f' <span class="sub">waiting {100 * waiting.mean:.1f} % on average</span>' if waiting else ""
         opened = " open" if not parts else ""
         parts.append(f"<details{opened}><summary>{spec_of(i, entry)}{share}</summary>{_plot(figure, drawn)}</details>")
@@ -246,12 +194,14 @@ def _shades(shades: list[tuple[str, str, bool]]) -> str:
 def _repeat(results: Results) -> str:
     about = results.example or {}
     versions = ", ".join(f"{escape(str(k))} {escape(str(v))}" for k, v in (about.get("versions") or {}).items())
-    measured = _measured(_summaries(results))
+    measured = measured_link(all_summaries(results))
     facts = {"Versions": versions or "not known"}
     if about.get("link"):
         facts["Link"] = f"{code(about['link'])} asked for" + (f"; measured {measured}" if measured else "")
     listed = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in facts.items())
-    runs = "".join(f"<li>{code(_place(results, r))} <span>{_outcome(r)}</span></li>" for _, _, r in _records(results))
+    runs = "".join(
+        f"<li>{code(_place(results, r))} <span>{_outcome(r)}</span></li>" for _, _, r in all_records(results)
+    )
     return f"""<h2>Repeat it</h2><pre><code>{escape(results.command)}</code></pre><dl class="facts">{listed}</dl>
 <h3>Runs, in the folder of this page</h3><ul class="runs">{runs}</ul>"""
 
@@ -287,11 +237,3 @@ def _file(name: str) -> str:
 
 def _script(code: str) -> str:
     return f"<script>{code}</script>"
-
-
-def _records(results: Results) -> list[tuple[int, Entry, Record]]:
-    return [(i, entry, record) for i, entry in enumerate(results.entries) for record in entry.records]
-
-
-def _summaries(results: Results) -> list[dict[str, Any]]:
-    return [record.summary for _, _, record in _records(results) if record.summary]

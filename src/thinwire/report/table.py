@@ -6,9 +6,9 @@ from collections.abc import Callable
 from html import escape
 from typing import NamedTuple
 
-from thinwire.report.marks import better, finite
+from thinwire.report.marks import better
 from thinwire.report.words import spec_of
-from thinwire.results import Entry, Results, Spread, spread
+from thinwire.results import Entry, Figure, Results, Spread, on_link, spread
 from thinwire.tables import show, size
 
 
@@ -49,7 +49,7 @@ def _columns(results: Results) -> list[Column]:
         _column("Training time (s)", "train_seconds", _seconds, -1, deviation=True),
         Column(reached, lambda e: _to_target(e, target), lambda e: _all_reached(e, target), -1),
         _column("Sent per rank", "wire_bytes_per_rank", size, -1),
-        _column("Sent between nodes", "wire_bytes_by_link", size, -1, part="between"),
+        _column("Sent between nodes", on_link("wire", "between"), size, -1),
         Column("Between nodes, by kernel", _kernel, lambda e: None, 0),
         _column("Waiting (%)", "waiting_share", lambda share: f"{100 * share:.1f}", -1),
         _column("Samples per s", "samples_per_second", lambda speed: f"{speed:,.0f}", 1),
@@ -58,10 +58,10 @@ def _columns(results: Results) -> list[Column]:
 
 
 def _column(
-    heading: str, key: str, form: Callable[[float], str], better: int, *, deviation: bool = False, part: str = ""
+    heading: str, figure: Figure, form: Callable[[float], str], better: int, *, deviation: bool = False
 ) -> Column:
     def found(entry: Entry) -> Spread | None:
-        return finite(entry, key, part)
+        return entry.spread(figure)
 
     def cell(entry: Entry) -> str | None:
         values = found(entry)
