@@ -27,6 +27,16 @@ def say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
+def say_once(text: str) -> None:
+    """The same, but only the first time in this process."""
+    if text not in _said:
+        _said.add(text)
+        say(f"thinwire: {text}")
+
+
+_said: set[str] = set()
+
+
 class Progress(Protocol):
     """Told of every step and epoch."""
 

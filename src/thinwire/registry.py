@@ -23,6 +23,18 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "reducers": {
         "mean": "thinwire.reducers.mean:mean",
+        "fp16": "thinwire.reducers.half:fp16",
+        "bf16": "thinwire.reducers.half:bf16",
+        "maxnorm": "thinwire.reducers.maxnorm:maxnorm",
+        "maxnorm_multiscale": "thinwire.reducers.maxnorm_multiscale:maxnorm_multiscale",
+        "global_randk": "thinwire.reducers.global_randk:global_randk",
+        "powersgd": "thinwire.reducers.powersgd:powersgd",
+        "topk": "thinwire.reducers.topk:topk",
+        "terngrad": "thinwire.reducers.terngrad:terngrad",
+        "sign": "thinwire.reducers.sign:sign",
+        "error_feedback": "thinwire.reducers.error_feedback:error_feedback",
+        "partition": "thinwire.reducers.partition:partition",
+        "warmup": "thinwire.reducers.warmup:warmup",
     },
     "tasks": {
         "digits": "thinwire.tasks.digits:digits",

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from thinwire.comm.base import Comm
+from thinwire.data import mix
+from thinwire.errors import RunError
 
 Named = dict[str, Tensor]  # by parameter name
-State = dict[str, Tensor]  # plain tensors, so that checkpoints need nothing special
+State = dict[str, Tensor]  # plain tensors, so that checkpoints need nothing special; the same names for ever
 
 
 class Reduced(NamedTuple):
     """What one reduction gives."""
 
     mean: Named  # bitwise the same on every rank
-    sent: Named  # what this rank contributed, as the others saw it
+    error: Callable[[], Named]  # float32: what this rank gave, less what the others saw of it; to be called at once
     state: State
 
 
@@ -26,8 +30,121 @@ class Reducer(NamedTuple):
 
     `reduce` never changes its inputs, and copies what it wants to keep of them: they are overwritten as soon as it
     returns. It is written as if communication were instant; running it beside the backward pass is the business of
-    `thinwire.overlap`.
+    `thinwire.overlap`. The mean over ranks of (given − error) is the mean that it returns.
     """
 
     init: Callable[[Named], State]
     reduce: Callable[[Named, State, Comm], Reduced]
+    keeps_errors: bool = False  # and adds them to what is given next, so nothing around it must do that too
+    contracting: Reducer | None = None  # the same for use under error feedback, if that is another: see below
+
+
+def contracting(reducer: Reducer) -> Reducer:
+    """A reducer for use under error feedback: one whose error is smaller than what it was given.
+
+    Without feedback a mean that is right on average matters, even if single results are far off. With feedback that
+    would let errors grow from step to step: numbers are rounded to the nearest there, and nothing is magnified.
+    """
+    return reducer.contracting or reducer
+
+
+class Averaged(NamedTuple):
+    """What averaging one vector gives."""
+
+    mean: Tensor
+    error: Callable[[], Tensor]
+    state: State | None = None
+
+
+class Draw(NamedTuple):
+    """Where random numbers come from: differs from step to step and between parcels, and is the same on every rank."""
+
+    number: int
+    unbiased: bool = True
+
+    def key(self, *who: int) -> int:
+        """32 bits for one use: of a rank, or of all ranks when none is given."""
+        return mix(self.number, *who) & 0xFFFFFFFF
+
+    def rounding(self, *who: int) -> int | None:
+        """The key for rounding at random, or None for rounding to the nearest."""
+        return self.key(*who) if self.unbiased else None
+
+
+def on_vectors(
+    average: Callable[[Tensor, Draw, State, Comm], Averaged], init: Callable[[Tensor], State] = lambda x: {}
+) -> Reducer:
+    """A reducer from a function of one vector: all tensors end to end, in float32.
+
+    The only state of most is how many steps there were, because random numbers depend on it.
+    """
+    return _on_vectors(average, init, unbiased=True)._replace(contracting=_on_vectors(average, init, unbiased=False))
+
+
+def _on_vectors(
+    average: Callable[[Tensor, Draw, State, Comm], Averaged], init: Callable[[Tensor], State], unbiased: bool
+) -> Reducer:
+
+    def init_all(tensors: Named) -> State:
+        return {"step": torch.zeros((), dtype=torch.int64), **init(flatten(tensors))}
+
+    def reduce(tensors: Named, state: State, comm: Comm) -> Reduced:
+        x = flatten(tensors)
+        if not x.numel():
+            return Reduced({name: t.detach().clone() for name, t in tensors.items()}, nothing_lost(tensors), state)
+        step = int(state["step"])
+        draw = Draw(mix(zlib.crc32("\n".join(tensors).encode()), step), unbiased)
+        out = average(x, draw, state, comm)
+        return Reduced(
+            unflatten(out.mean, tensors),
+            lambda: unflatten(out.error(), tensors, torch.float32),
+            {"step": torch.tensor(step + 1), **(out.state or {})},
+        )
+
+    return Reducer(init_all, reduce)
+
+
+def flatten(tensors: Named) -> Tensor:
+    """All tensors end to end, in float32."""
+    return torch.cat([t.detach().reshape(-1).float() for t in tensors.values()])
+
+
+def unflatten(flat: Tensor, like: Named, dtype: torch.dtype | None = None) -> Named:
+    """The tensors that were flattened."""
+    parts = flat.split([t.numel() for t in like.values()])
+    return {n: part.view(t.shape).to(dtype or t.dtype) for (n, t), part in zip(like.items(), parts, strict=True)}
+
+
+def nothing_lost(tensors: Named) -> Callable[[], Named]:
+    """The error of an exact reducer."""
+    return lambda: {name: torch.zeros_like(t, dtype=torch.float32) for name, t in tensors.items()}
+
+
+def nested(state: State, name: str) -> State:
+    """A part's state as one of the whole's: every name behind the part's own.
+
+    >>> list(nested({"step": torch.tensor(1)}, "inner"))
+    ['inner/step']
+    """
+    return {f"{name}/{key}": t for key, t in state.items()}
+
+
+def part_of(state: State, name: str) -> State:
+    """The state of a part again.
+
+    >>> list(part_of({"inner/step": torch.tensor(1), "step": torch.tensor(2)}, "inner"))
+    ['step']
+    """
+    return {key.removeprefix(f"{name}/"): t for key, t in state.items() if key.startswith(f"{name}/")}
+
+
+def restored(states: list[State], saved: list[State]) -> list[State]:
+    """Saved states in place of the present ones, on their devices; refused unless nothing is missing or left over."""
+    if [s.keys() for s in saved] != [s.keys() for s in states]:
+        missing = [key for now, then in zip(states, saved, strict=False) for key in now if key not in then]
+        what = f"it lacks {missing[0]} and {len(missing) - 1} more" if missing else "its parcels are others"
+        raise RunError(
+            f"the reducer's state does not fit ({what}); going on without it would change the result. Use a checkpoint "
+            "of the same model, reducer and parcel_mb, or begin anew"
+        )
+    return [{key: then[key].to(now[key].device) for key in now} for now, then in zip(states, saved, strict=True)]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from thinwire.comm.base import Comm
 from thinwire.data import Batch, Shard
 from thinwire.overlap import exchange
-from thinwire.reducers.base import Reducer
+from thinwire.reducers.base import Reducer, restored
 from thinwire.reducers.mean import mean
 from thinwire.strategies.base import Learner, Recipe, average_buffers, replicate
 
@@ -62,6 +62,4 @@ class DataParallel:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.learner.load_state_dict(state["learner"])
-        device = next(self.model.parameters()).device
-        assert len(state["reducer"]) == len(self.exchange.states), "the parcels of another model"
-        self.exchange.states = [{name: t.to(device) for name, t in s.items()} for s in state["reducer"]]
+        self.exchange.states = restored(self.exchange.states, state["reducer"])

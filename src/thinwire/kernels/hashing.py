@@ -1,0 +1,46 @@
+"""Random numbers without a generator: a hash of where a number is used. The same everywhere, and nothing to save."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+MULTIPLIER = 0x9E3779B1 - 2**32  # odd, so that multiplying loses nothing; as a signed 32-bit number
+# A hash times this is between −½ and ½, and by so much less that adding it to a whole number up to 127 never
+# reaches the next half: what is a whole number of steps stays so.
+DITHER = 2.0**-32 * (1 - 2.0**-15)
+
+
+def hashed(numbers: Tensor) -> Tensor:
+    """Well-mixed 32-bit numbers for int32 numbers, changed in place: two rounds of multiply and shift."""
+    for shift, multiplier in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
+        numbers ^= (numbers >> shift) & (2 ** (32 - shift) - 1)
+        numbers *= multiplier
+    numbers ^= (numbers >> 16) & 0xFFFF
+    return numbers
+
+
+@functools.lru_cache(maxsize=64)
+def columns(count: int, device: torch.device) -> Tensor:
+    """One number for each place in a block."""
+    return hashed(torch.arange(1, count + 1, dtype=torch.int32, device=device))
+
+
+def rows(count: int, key: int, device: torch.device) -> Tensor:
+    """One number for each block; `key` has 32 bits and tells one use from another."""
+    return hashed(torch.arange(count, dtype=torch.int32, device=device).add_(_signed(key)).mul_(MULTIPLIER))
+
+
+def uniform(count: int, key: int, device: torch.device) -> Tensor:
+    """Numbers in [0, 1), in double precision.
+
+    >>> uniform(4, 1, torch.device("cpu")).tolist() == uniform(4, 1, torch.device("cpu")).tolist()
+    True
+    """
+    return rows(count, key, device).double().mul_(2.0**-32).add_(0.5)
+
+
+def _signed(key: int) -> int:
+    return (key & 0xFFFFFFFF) - (key & 0x80000000) * 2

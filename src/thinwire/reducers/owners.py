@@ -1,0 +1,60 @@
+"""An all-reduce of words that cannot be summed: every rank owns a part, combines all ranks' words of it, and hands it
+round. The traffic of a ring (2(n−1)/n of the payload, if as many bits go back), with as few bits a word as one likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from thinwire import kernels
+from thinwire.codecs.base import Codec, even_blocks
+from thinwire.comm.base import Comm
+from thinwire.reducers.base import Averaged, Draw
+
+
+def coded_mean(x: Tensor, make_codec: Callable[[int], Codec], block: int, draw: Draw, comm: Comm) -> Averaged:
+    """Mean of vectors that travel as a codec's words: to their owners, whose means in float32 come back as words.
+
+    The owner answers for what its own rounding of the mean lost: n times that is part of its error.
+    """
+    width = part_width(x.numel(), comm.size)
+    block = even_blocks(width, block)
+    codec = make_codec(block)
+    width = -(-width // block) * block
+    given = pad(x, (0, comm.size * width - x.numel())).view(comm.size, width)
+    words = codec.encode(given, draw.rounding(comm.rank, 1))
+    mine = codec.decode(torch.stack(comm.all_to_all(words.unbind())), width).sum(0, keepdim=True).div_(comm.size)
+    word = codec.encode(mine, draw.rounding(comm.rank, 2))
+    means = codec.decode(torch.stack(comm.gather(word[0])), width)
+
+    def error() -> Tensor:
+        lost = given - codec.decode(words, width)
+        lost[comm.rank] += comm.size * (mine[0] - means[comm.rank])
+        return lost.view(-1)[: x.numel()]
+
+    return Averaged(means.view(-1)[: x.numel()], error)
+
+
+def combined(
+    codes: Tensor, bits: int, combine: Callable[[Tensor], Tensor], bits_back: int, comm: Comm, signed: bool = True
+) -> Tensor:
+    """For each element, `combine` (one row for each rank → one row) of all ranks' small whole numbers, exactly."""
+    width = part_width(codes.numel(), comm.size)
+    given = pad(codes, (0, comm.size * width - codes.numel())).view(comm.size, width)
+    received = torch.stack(comm.all_to_all(kernels.pack(given, bits).unbind()))
+    mine = combine(kernels.unpack(received, bits, signed))
+    back = torch.stack(comm.gather(kernels.pack(mine, bits_back)))
+    return kernels.unpack(back, bits_back, signed).view(-1)[: codes.numel()]
+
+
+def part_width(count: int, ranks: int) -> int:
+    """Elements that each rank owns: equal parts, whole bytes.
+
+    >>> part_width(100, 4), part_width(96, 4)
+    (32, 24)
+    """
+    return -(-count // (8 * ranks)) * 8

@@ -1,0 +1,36 @@
+"""Exact at first, when gradients are large and change fast."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from pydantic import Field
+
+from thinwire.comm.base import Comm
+from thinwire.reducers.base import Named, Reduced, Reducer, State, nested, part_of
+from thinwire.reducers.mean import mean
+
+
+def warmup(
+    inner: Reducer,  # from then on
+    steps: Annotated[int, Field(ge=0)] = 100,  # that are exact; higher = more bytes, safer start
+) -> Reducer:
+    """The exact mean for the first steps, then another reducer.
+
+    Wire bytes per rank: in the first steps 2(n−1)/n · (bytes of the tensors), then those of `inner`.
+
+    Wire: 32 bits per element at first, then as `inner`.
+    """
+
+    def init(tensors: Named) -> State:
+        return {"step": torch.zeros((), dtype=torch.int64), **nested(inner.init(tensors), "inner")}
+
+    def reduce(tensors: Named, state: State, comm: Comm) -> Reduced:
+        step = int(state["step"])
+        now = mean().reduce if step < steps else inner.reduce
+        out = now(tensors, part_of(state, "inner"), comm)
+        return out._replace(state={"step": torch.tensor(step + 1), **nested(out.state, "inner")})
+
+    later = warmup(inner.contracting, steps) if inner.contracting else None
+    return Reducer(init, reduce, inner.keeps_errors, later)
