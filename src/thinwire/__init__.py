@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from thinwire.attaching import attach as attach
     from thinwire.comm.base import Comm as Comm
     from thinwire.comm.joining import join as join
     from thinwire.comm.threads import simulate as simulate
@@ -27,6 +28,7 @@ _HOME = {
     "Strategy": "thinwire.strategies.base",
     "Task": "thinwire.tasks.base",
     "UsageError": "thinwire.errors",
+    "attach": "thinwire.attaching",
     "join": "thinwire.comm.joining",
     "loader": "thinwire.data",
     "prepare": "thinwire.strategies.base",

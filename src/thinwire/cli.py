@@ -107,7 +107,7 @@ def list_(
     kinds = [kind] if kind else list(registry.TABLE)
     if as_json:
         entries = {
-            k: {e.name: {"about": e.about, "options": [o._asdict() for o in e.options]} for e in registry.describe(k)}
+            k: {e.name: {**e._asdict(), "options": [o._asdict() for o in e.options]} for e in registry.describe(k)}
             for k in kinds
         }
         print(json.dumps(entries, indent=2))
@@ -118,6 +118,8 @@ def list_(
         table.add_column(no_wrap=True)
         for entry in registry.describe(k):
             table.add_row(f"  [cyan]{entry.name}[/cyan]", entry.about)
+            if entry.wire:
+                table.add_row("    on the wire", entry.wire)
             for o in entry.options:
                 table.add_row(f"    {o.name} = {o.default}" if o.default else f"    {o.name}", f"[dim]{o.about}[/dim]")
         console.print(table)

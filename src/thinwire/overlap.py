@@ -49,15 +49,25 @@ def exchange(
 ) -> Exchange:
     """The exchange for a comm: overlapped with the backward pass on processes, after it on threads."""
     if isinstance(comm, ProcessComm):
-        return Overlapped(model, reducer, comm, parcel_mb, unused_parameters)
+        return Overlapped(_wrapped(model, comm, parcel_mb, unused_parameters), reducer, comm, parcel_mb)
     return Afterwards(model, reducer, comm, parcel_mb, unused_parameters)
 
 
-def parcels(model: nn.Module, parcel_mb: float) -> list[list[str]]:
+def _wrapped(model: nn.Module, comm: ProcessComm, parcel_mb: float, unused_parameters: bool) -> DistributedDataParallel:
+    """Weights are made equal and buffers averaged by the strategy, where it is booked: this DDP does neither."""
+    ddp = DistributedDataParallel(
+        model, process_group=comm.side_group, init_sync=False, gradient_as_bucket_view=True,
+        bucket_cap_mb=None if parcel_mb >= DDP_BUCKET_MB else parcel_mb, find_unused_parameters=unused_parameters,
+    )  # fmt: skip
+    ddp.broadcast_buffers = False
+    return ddp
+
+
+def parcels(parameters: dict[str, nn.Parameter], parcel_mb: float) -> list[list[str]]:
     """Trainable parameters in the order their gradients come (last layer first), in parcels of about one size."""
     groups: list[list[str]] = []
     room = 0.0
-    for name, parameter in reversed([(n, p) for n, p in model.named_parameters() if p.requires_grad]):
+    for name, parameter in reversed([(n, p) for n, p in parameters.items() if p.requires_grad]):
         if room <= 0:
             room = parcel_mb * 2**20 if groups else min(FIRST_PARCEL_BYTES, parcel_mb * 2**20)
             groups.append([])
@@ -77,7 +87,7 @@ class Afterwards:
         self.comm = comm
         self.reducer = reducer
         self.parameters = dict(model.named_parameters())
-        self.parcels = parcels(model, parcel_mb)
+        self.parcels = parcels(self.parameters, parcel_mb)
         self.states = [reducer.init({n: self.parameters[n] for n in names}) for names in self.parcels]
         self.unused_parameters = unused_parameters
 
@@ -91,7 +101,8 @@ class Afterwards:
             reduced = self.reducer.reduce(gradients, self.states[i], self.comm)
             self.states[i] = reduced.state
             for name in names:
-                self.parameters[name].grad = reduced.mean[name] if name in used else None
+                wanted = name in used or bool(reduced.mean[name].any())  # or: sent late, by error feedback
+                self.parameters[name].grad = reduced.mean[name] if wanted else None
 
     def _used(self) -> set[str]:
         """Parameters that got a gradient on some rank; the others keep none, as without ranks."""
@@ -133,15 +144,22 @@ class Overlapped:
     """
 
     def __init__(
-        self, model: nn.Module, reducer: Reducer, comm: ProcessComm, parcel_mb: float, unused_parameters: bool
+        self,
+        ddp: DistributedDataParallel,
+        reducer: Reducer,
+        comm: ProcessComm,
+        parcel_mb: float,
+        scale: Callable[[], float] | None = None,  # what gradients are multiplied by; reducers see them without
     ) -> None:
         self.comm = comm
         self.reducer = reducer
-        self.names = {id(p): n for n, p in model.named_parameters() if p.requires_grad}
-        self.parcels = parcels(model, parcel_mb)
-        parameters = dict(model.named_parameters())
-        self.states = [reducer.init({n: parameters[n] for n in names}) for names in self.parcels]
-        self.unused_parameters = unused_parameters
+        self.forward = ddp
+        self.scale = scale
+        trained = {n: p for n, p in ddp.module.named_parameters() if p.requires_grad}
+        self.parameters = {n: p for n, p in trained.items() if n not in ddp.parameters_to_ignore}
+        self.names = {id(p): n for n, p in self.parameters.items()}
+        self.parcels = parcels(self.parameters, parcel_mb)
+        self.states = [reducer.init({n: self.parameters[n] for n in names}) for names in self.parcels]
         self.error: BaseException | None = None
         self._num_handed = 0
         self._handed = 0.0  # when the last gradients were
@@ -151,13 +169,8 @@ class Overlapped:
         self._reduced: set[str] = set()
         self._waiting: list[_Bucket] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        # Weights are made equal and buffers averaged by the strategy, where it is booked: DDP does neither.
-        self.forward = DistributedDataParallel(
-            model, process_group=comm.side_group, init_sync=False, gradient_as_bucket_view=True,
-            bucket_cap_mb=None if parcel_mb >= DDP_BUCKET_MB else parcel_mb, find_unused_parameters=unused_parameters,
-        )  # fmt: skip
-        self.forward.broadcast_buffers = False
-        self.forward.register_comm_hook(weakref.ref(self), _hook)  # DDP keeps it for ever, so it must not keep us
+        self._late: Named = {}
+        ddp.register_comm_hook(weakref.ref(self), _hook)  # DDP keeps it for ever, so it must not keep us
 
     def accumulating(self) -> AbstractContextManager[Any]:
         no_sync: AbstractContextManager[Any] = self.forward.no_sync()
@@ -169,9 +182,17 @@ class Overlapped:
         num_handed, self._num_handed = self._num_handed, 0
         if num_handed != len(self.names):
             raise no_gradient()
-        if self.unused_parameters:
+        if self.forward.find_unused_parameters:
             payload = 4 * len(self.names)
             self.comm.book("all_reduce", payload, self.comm.all_reduce_sends(payload))
+            self._apply_late()
+
+    def _apply_late(self) -> None:
+        """DDP gives no gradient to a parameter that no rank used; but error feedback may have sent an earlier one."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is None and self._late[name].any():
+                parameter.grad = self._late[name]
+        self._late.clear()
 
     def hand_over(self, bucket: GradBucket) -> Future[Tensor]:
         """Give a bucket that is ready to the communication thread."""
@@ -219,9 +240,16 @@ class Overlapped:
             self._waiting.clear()
 
     def _reduce(self, parcel: int, gradients: Named) -> None:
-        reduced = self.reducer.reduce(gradients, self.states[parcel], self.comm)
+        scale = 1.0 if self.scale is None else self.scale()
+        given = gradients if scale == 1.0 else {name: g / scale for name, g in gradients.items()}
+        reduced = self.reducer.reduce(given, self.states[parcel], self.comm)
         self.states[parcel] = reduced.state
-        torch._foreach_copy_(list(gradients.values()), [reduced.mean[name] for name in gradients])  # one kernel
+        means = [reduced.mean[name] for name in gradients]
+        if scale != 1.0:
+            torch._foreach_mul_(means, scale)
+        torch._foreach_copy_(list(gradients.values()), means)  # one kernel
+        if self.forward.find_unused_parameters:
+            self._late |= reduced.mean
         self._reduced |= gradients.keys()
 
     def _release(self) -> None:

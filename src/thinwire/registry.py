@@ -88,6 +88,7 @@ class Entry(NamedTuple):
     name: str
     about: str
     options: list[Option]
+    wire: str  # of reducers: bits per element, and whether they sum on the wire
 
 
 def build(kind: str, spec: Spec | str, *leading: Any) -> Any:
@@ -206,14 +207,15 @@ def _describe(name: str, module: str, attribute: str) -> Entry:
     source = path.read_text(encoding="utf-8")
     node = next(n for n in ast.parse(source).body if getattr(n, "name", None) == attribute)
     assert isinstance(node, ast.FunctionDef | ast.ClassDef)
-    about = (ast.get_docstring(node) or "").split("\n")[0]
+    text = (ast.get_docstring(node) or "").split("\n")
+    wire = next((line.removeprefix("Wire: ") for line in text if line.startswith("Wire: ")), "")
     if isinstance(node, ast.ClassDef):
         node = next(n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__")
     lines = source.splitlines()
     args = node.args
     defaults: list[ast.expr | None] = [None] * (len(args.args) - len(args.defaults)) + list(args.defaults)
     pairs = [*zip(args.args, defaults, strict=True), *zip(args.kwonlyargs, args.kw_defaults, strict=True)]
-    return Entry(name, about, [_option(a, d, lines) for a, d in pairs if a.arg != "self"])
+    return Entry(name, text[0], [_option(a, d, lines) for a, d in pairs if a.arg != "self"], wire)
 
 
 def _option(arg: ast.arg, default: ast.expr | None, lines: list[str]) -> Option:

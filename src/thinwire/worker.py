@@ -27,12 +27,10 @@ from thinwire.network import LinkReport
 from thinwire.progress import Progress, Reported, Shown, Silent
 from thinwire.records import RunFolder
 from thinwire.startup import agree, choose_device, fingerprint, open_folder, seed_everything, with_defaults
-from thinwire.strategies.base import Recipe, Strategy
+from thinwire.strategies.base import CHECK_EVERY_STEPS, Recipe, Strategy
 from thinwire.summary import count, summarise
 from thinwire.tables import result_table
 from thinwire.tasks.base import load_task
-
-CHECK_EVERY_STEPS = 20  # how often losses are looked at; on a GPU each look waits for it
 
 
 def run_rank(config: RunConfig, link: LinkReport = LinkReport(), news: Path | None = None) -> dict[str, Any]:

@@ -1,20 +1,23 @@
-"""Run as one rank on a netlab host: do each operation, tell what the ledger booked for it."""
+"""Run as one rank on a netlab host: do each operation, or two steps of each reducer given, tell what was booked."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
 import thinwire as tw
+from thinwire import registry
 from thinwire.comm.base import Comm
 from thinwire.netlab import sent_bytes
 
 SIZE = 2_000_000
 
 
-def operations(comm: Comm) -> dict[str, object]:
+def operations(comm: Comm) -> dict[str, Callable[[], object]]:
     data = torch.zeros(SIZE, dtype=torch.uint8)
     last = comm.size - 1
     parts = [data[: SIZE // (1 + to)] for to in range(comm.size)]
@@ -29,9 +32,23 @@ def operations(comm: Comm) -> dict[str, object]:
     }
 
 
+def reducers(specs: list[str], comm: Comm) -> dict[str, Callable[[], object]]:
+    """Two steps with gradients of the size of VGG16's, so that both halves of an iteration count."""
+    net = registry.build("models", "vgg16", (3, 32, 32), 10)
+    gradients = {name: torch.randn(p.shape) for name, p in net.named_parameters()}
+
+    def run(spec: str) -> None:
+        reducer = registry.build("reducers", spec)
+        state = reducer.init(gradients)
+        for _ in range(2):
+            state = reducer.reduce(gradients, state, comm).state
+
+    return {spec: partial(run, spec) for spec in specs}
+
+
 def main() -> None:
     with tw.join() as comm:
-        for name, run in operations(comm).items():
+        for name, run in (reducers(sys.argv[1:], comm) if sys.argv[1:] else operations(comm)).items():
             comm.barrier()
             booked, kernel = comm.ledger.rows(), sent_bytes()
             comm.barrier()  # nobody begins before all have read their counters

@@ -174,7 +174,8 @@ def same(one: Named, other: Named) -> bool:
 @pytest.mark.parametrize("spec", SPECS)
 @settings(max_examples=12, deadline=None)
 @given(
-    ranks=st.sampled_from([1, 2, 3, 4, 8]), seed=st.integers(0, 9), sizes=shapes_, half=st.booleans(), strided=st.booleans()
+    ranks=st.sampled_from([1, 2, 3, 4, 8]), seed=st.integers(0, 9), sizes=shapes_, half=st.booleans(),
+    strided=st.booleans(),
 )  # fmt: skip
 def test_all_ranks_get_the_same_and_it_is_the_mean_of_what_was_sent(
     spec: str, ranks: int, seed: int, sizes: Shapes, half: bool, strided: bool
@@ -227,7 +228,8 @@ def test_many_draws_give_the_mean(spec: str, ranks: int) -> None:
     results = tw.simulate(run, ranks=ranks)
     truth = torch.stack([own for own, _ in results]).double().mean(0)
     found = results[0][1]
-    standard_errors = found.std(0) / draws**0.5 + 1e-6
+    step = (found.amax(0) - found.amin(0)).max()
+    standard_errors = found.std(0) / draws**0.5 + step / draws  # the latter for elements that are nearly whole steps
     off = (found.mean(0) - truth) / standard_errors
     assert off.abs().max() < 5, off
     assert off.square().mean() < 2.2, "too often far off"

@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from tests.strategies.test_laws import MODELS, batches, same, sgd, steps, traine
 from thinwire.comm.base import Comm
 from thinwire.comm.ledger import all_reduce_bytes
 from thinwire.reducers.base import Named, Reduced, Reducer, State
+from thinwire.reducers.error_feedback import error_feedback
+from thinwire.reducers.global_randk import global_randk
 from thinwire.reducers.mean import mean
 from thinwire.strategies.base import Recipe
 from thinwire.strategies.data_parallel import DataParallel
@@ -121,7 +124,7 @@ def test_every_byte_is_booked_under_its_purpose(world: World, ranks: int) -> Non
     state = sum(t.numel() * t.element_size() for t in model.state_dict().values())
     for rows in world(ledger_rows, ranks, 3):
         by_purpose = {p: [r for r in rows if r["purpose"] == p] for p in ("start", "train", "sync")}
-        assert sum(r["payload_bytes"] for r in by_purpose["start"]) == state
+        assert sum(r["payload_bytes"] for r in by_purpose["start"]) == state + 1  # whether weights differed
         assert sum(r["payload_bytes"] for r in by_purpose["train"]) == 3 * gradients
         assert sum(r["wire_bytes"] for r in by_purpose["train"]) == 3 * all_reduce_bytes(gradients, ranks)
         assert sum(r["payload_bytes"] for r in by_purpose["sync"]) == 2 * 16 * 4 + 8  # mean, variance, counter
@@ -150,7 +153,7 @@ def counting() -> Reducer:
         THREADS.add(threading.current_thread().name)
         out = mean().reduce(tensors, {}, comm)
         counted = {name: state[name] + 1 for name in tensors}
-        return Reduced({n: t + counted[n] * 1e-3 for n, t in out.mean.items()}, out.sent, counted)
+        return Reduced({n: t + counted[n] * 1e-3 for n, t in out.mean.items()}, out.error, counted)
 
     return Reducer(lambda tensors: {name: torch.zeros(()) for name in tensors}, reduce)
 
@@ -320,3 +323,129 @@ def test_a_model_with_nothing_to_train_is_refused() -> None:
         tw.simulate(
             lambda comm: tw.prepare("data_parallel", model=model, optimizer=sgd, loss=nn.MSELoss(), comm=comm), ranks=1
         )
+
+
+REDUCERS = [
+    "bf16", "maxnorm", "maxnorm(predicted=True)", "maxnorm_multiscale(bits=4)", "error_feedback(maxnorm(bits=2))",
+    "error_feedback(global_randk(ratio=0.3, inner=maxnorm))", "powersgd(rank=2)", "partition(error_feedback(terngrad))",
+    "warmup(error_feedback(topk(ratio=0.05)), steps=2)", "sign",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("reducer", REDUCERS)
+def test_compressed_training_keeps_ranks_equal_and_resumes_bit_for_bit(world: World, reducer: str, ranks: int) -> None:
+    """State is kept by parameter and parcel, so that DDP's regrouping of buckets changes nothing."""
+    results = world(resume_deep, ranks, f"data_parallel(reducer={reducer}, parcel_mb=0.02)")
+    for straight, resumed in results:
+        assert same(straight, resumed)
+        assert same(straight, results[0][0])
+
+
+def losses(comm: Comm, spec: str) -> list[float]:
+    loss = nn.functional.cross_entropy
+    model = copy.deepcopy(PLAIN)
+    strategy = tw.prepare(spec, model=model, optimizer=sgd, loss=loss, comm=comm, clip_norm=1.0, accumulate=2)
+    return steps(strategy, batches(1, 24) * 60)
+
+
+@pytest.mark.parametrize("reducer", REDUCERS)
+def test_compressed_training_with_accumulation_and_clipping_learns(world: World, reducer: str) -> None:
+    for found in world(losses, 2, f"data_parallel(reducer={reducer})"):
+        assert found[-1] < 0.8 * found[0], found
+
+
+def late_gradients(comm: Comm) -> tuple[float, float]:
+    """One parameter is used only in the first step; what feedback kept of it comes in later ones."""
+    model = nn.ModuleDict({"now": nn.Linear(6, 3), "once": nn.Linear(6, 3)})
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = copy.deepcopy(model)
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.parts["now"](x) + (self.parts["once"](x) if self.calls == 1 else 0.0)
+
+    plain = torch.optim.SGD
+    recipe = Recipe(nn.functional.cross_entropy, lambda p: plain(p, 0.1))
+    strategies = [
+        DataParallel(Net(), recipe, comm, reducer=reducer, unused_parameters=True)
+        for reducer in (mean(), error_feedback(global_randk(ratio=0.1)))
+    ]
+    moved = []
+    for strategy in strategies:
+        before = weights(strategy.model)
+        steps(strategy, batches(1, 24) * 60)
+        after = weights(strategy.model)
+        moved.append(sum((after[k] - before[k]).abs().sum().item() for k in before if "once" in k))
+    return moved[0], moved[1]
+
+
+def test_what_feedback_kept_of_an_unused_parameter_is_applied_later(world: World) -> None:
+    for exact, late in world(late_gradients, 2):
+        assert late == pytest.approx(exact, rel=0.25), "not only the first tenth of it"
+
+
+def gradient_with_nan(comm: Comm, spec: str, clip_norm: float | None) -> str:
+    strategy = trainer(comm, spec, clip_norm=clip_norm)
+    data = batches(5, 24)
+    data[2][0][comm.size - 1] = float("nan")  # in the last rank's share, for a loss that stays finite
+    strategy.learner.recipe = replace(strategy.learner.recipe, loss=_finite_loss)
+    with pytest.raises(tw.RunError) as caught:
+        steps(strategy, data)
+    assert all(t.isfinite().all() for t in strategy.model.parameters()), "no step was made with it"
+    return str(caught.value)
+
+
+class _Sick(torch.autograd.Function):
+    """A loss that is finite although its gradient is not."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, targets: Tensor) -> Tensor:
+        ctx.shape, ctx.sick = output.shape, bool(output.isnan().any())
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return torch.full(ctx.shape, float("nan") if ctx.sick else 0.01), None
+
+
+def _finite_loss(output: Tensor, targets: Tensor) -> Tensor:
+    loss: Tensor = _Sick.apply(output, targets)  # type: ignore[no-untyped-call]
+    return loss
+
+
+@pytest.mark.parametrize("reducer", ["mean", "maxnorm", "error_feedback(global_randk(ratio=0.05))", "powersgd(rank=1)"])
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_a_gradient_that_is_not_finite_on_one_rank_is_reported_by_all_with_its_step(
+    world: World, reducer: str, clip_norm: float | None
+) -> None:
+    messages = world(gradient_with_nan, 2, f"data_parallel(reducer={reducer})", clip_norm)
+    assert all("the gradient is not finite at step 3" in message for message in messages)
+
+
+def without_residual(comm: Comm) -> str:
+    spec = "data_parallel(reducer=error_feedback(maxnorm(bits=4)))"
+    strategy = trainer(comm, spec)
+    steps(strategy, batches(2, 24))
+    state = copy.deepcopy(strategy.state_dict())
+    del state["reducer"][0]["residual/0.weight"]
+    with pytest.raises(tw.RunError) as caught:
+        trainer(comm, spec).load_state_dict(state)
+    with pytest.raises(tw.RunError, match="reducer's state does not fit"):
+        trainer(comm, "data_parallel").load_state_dict(strategy.state_dict())
+    return str(caught.value)
+
+
+def test_a_state_without_its_residual_is_refused(world: World) -> None:
+    assert all("it lacks residual/0.weight" in message for message in world(without_residual, 2))
+
+
+def test_different_weights_at_the_start_are_made_equal_and_it_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    tw.simulate(lambda comm: trainer(comm, "data_parallel", seed=min(comm.rank, 1)), ranks=3)
+    assert "the model differed between ranks; 2 of 3 now begin with rank 0's weights" in capfd.readouterr().err
+    tw.simulate(lambda comm: trainer(comm, "data_parallel"), ranks=3)
+    assert capfd.readouterr().err == ""

@@ -44,5 +44,5 @@ def scales_to_bytes(scales: Tensor, num_rows: int) -> Tensor:
 
 def scales_from_bytes(data: Tensor) -> Tensor:
     """Scales again; those that are not finite as NaN, so that everything they scale is."""
-    scales = data.contiguous().view(-1).view(torch.float32)
+    scales = data.clone(memory_format=torch.contiguous_format).view(-1).view(torch.float32)  # aligned
     return torch.where(scales < torch.inf, scales, torch.nan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import fcntl
 import functools
@@ -91,6 +92,16 @@ def _world_comm(device: torch.device) -> ProcessComm:
     assert group is not None
     groups = (group, dist.new_group(backend=dist.get_backend()))
     return ProcessComm(groups, "world", Ledger(), device, _nodes(device))
+
+
+def beside(group: dist.ProcessGroup, device: torch.device) -> ProcessComm:
+    """A comm of its own for all ranks, beside a group that somebody else is using. Collective."""
+    if group.size() != dist.get_world_size():
+        raise UsageError(f"a process group of {group.size()} of {dist.get_world_size()} ranks; possible: all ranks")
+    groups = (dist.new_group(backend=dist.get_backend()), dist.new_group(backend=dist.get_backend()))
+    comm = ProcessComm(groups, "world", Ledger(), device, _nodes(device))
+    atexit.register(comm.close)
+    return comm
 
 
 def _nodes(device: torch.device) -> list[int]:

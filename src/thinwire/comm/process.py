@@ -70,7 +70,10 @@ class ProcessComm(Comm):
         groups = [self.side_group] if self.group is dist.group.WORLD else [self.side_group, self.group]
         del self.group, self.side_group
         while groups:
-            dist.destroy_process_group(groups.pop(0))
+            group = groups.pop(0)
+            if dist.is_initialized():  # else somebody has destroyed them all
+                dist.destroy_process_group(group)
+            del group
 
     def _start_reduce(self, tensor: Tensor, op: Op) -> Pending:
         if self.backend == "gloo" and tensor.dtype not in GLOO_SUMS:

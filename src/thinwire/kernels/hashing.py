@@ -30,7 +30,7 @@ def columns(count: int, device: torch.device) -> Tensor:
 
 def rows(count: int, key: int, device: torch.device) -> Tensor:
     """One number for each block; `key` has 32 bits and tells one use from another."""
-    return hashed(torch.arange(count, dtype=torch.int32, device=device).add_(_signed(key)).mul_(MULTIPLIER))
+    return hashed(hashed(torch.arange(1, count + 1, dtype=torch.int32, device=device)).bitwise_xor_(_signed(key)))
 
 
 def uniform(count: int, key: int, device: torch.device) -> Tensor:

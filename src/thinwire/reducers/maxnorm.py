@@ -45,10 +45,10 @@ def maxnorm(
     >>> import thinwire, torch
     >>> reducer = maxnorm(bits=8)
     >>> def train(comm):
-    ...     grads = {"w": torch.tensor([63.0, -21.0]) * (1 + comm.rank)}
+    ...     grads = {"w": torch.tensor([63.0, -21.0]) / (1 + 2 * comm.rank)}
     ...     return reducer.reduce(grads, reducer.init(grads), comm).mean["w"].tolist()
-    >>> thinwire.simulate(train, ranks=1)
-    [[63.0, -21.0]]
+    >>> thinwire.simulate(train, ranks=2)
+    [[42.0, -14.0], [42.0, -14.0]]
     """
 
     def init(x: Tensor) -> State:

@@ -74,7 +74,7 @@ def powersgd(
 def pays(tensor: Tensor, rank: int) -> bool:
     """Whether two factors of this rank are smaller than the tensor.
 
-    >>> pays(torch.zeros(64, 3, 3, 3), rank=4), pays(torch.zeros(10, 8), rank=4), pays(torch.zeros(64), rank=4)
+    >>> pays(torch.zeros(64, 3, 3, 3), rank=4), pays(torch.zeros(8, 8), rank=4), pays(torch.zeros(64), rank=4)
     (True, False, False)
     """
     rows = tensor.shape[0] if tensor.dim() > 1 else 0

@@ -16,9 +16,7 @@ from thinwire.reducers.owners import combined
 
 
 def sign(
-    block: Annotated[
-        int, Field(ge=8)
-    ] = 512,  # elements that share a size; lower = closer to the gradient, 32/block more bits
+    block: Annotated[int, Field(ge=8)] = 512,  # elements that share a size; lower = finer sizes, 32/block more bits
 ) -> Reducer:
     """The sign that most ranks have, times the mean size of the block.
 

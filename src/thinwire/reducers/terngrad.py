@@ -15,8 +15,7 @@ from thinwire.reducers.owners import combined
 
 
 def terngrad(
-    clip: Annotated[float, Field(gt=0)]
-    | None = 2.5,  # cut off at so many standard deviations; lower = less noise, more bias
+    clip: Annotated[float, Field(gt=0)] | None = 2.5,  # in standard deviations; lower = less noise, more cut off
     block: Annotated[int, Field(ge=8)] = 512,  # elements that share a scale; lower = finer scales, 32/block more bits
 ) -> Reducer:
     """Stochastic rounding to −M, 0 or M; the exact sum comes back.

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from thinwire import registry
 from thinwire.comm.base import Comm
 from thinwire.data import Batch, Shard
-from thinwire.errors import UsageError
+from thinwire.errors import RunError, UsageError
 from thinwire.optim import OptimizerFactory
 from thinwire.overlap import Exchange, no_gradient
+from thinwire.progress import say
 
+CHECK_EVERY_STEPS = 20  # how often a GPU's losses and gradients are looked at; each look waits for it
 Loss = Callable[[Any, Tensor], Tensor]  # (model output, targets) → mean over the batch
 
 
@@ -62,6 +64,7 @@ class Learner:
         self.optimizer = recipe.optimizer(trainable)
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self.num_steps = 0
+        self._norms: list[Tensor] = []  # of gradients, not yet looked at
 
     def backward(self, batch: Batch, exchange: Exchange) -> Tensor:
         """Exchanged gradients of the mean loss over the batch, in `accumulate` pieces; returns that loss."""
@@ -83,15 +86,31 @@ class Learner:
         return torch.stack(losses).sum()
 
     def update(self) -> None:
-        """Clip, set the learning rate, step."""
+        """Check, clip, set the learning rate, step."""
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if self.recipe.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip_norm)
+            nn.utils.clip_grads_with_norm_(parameters, self.recipe.clip_norm, norm)
+        self._check(norm)
         factor = self.recipe.schedule(self.num_steps)
         for group, lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = lr * factor
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.num_steps += 1
+
+    def _check(self, norm: Tensor) -> None:
+        """Stop on a gradient that is not finite: at once, but a GPU is looked at only now and then."""
+        self._norms.append(norm)
+        if norm.is_cuda and len(self._norms) < CHECK_EVERY_STEPS:
+            return
+        finite = torch.stack(self._norms).isfinite().tolist()
+        first = self.num_steps + 2 - len(self._norms) + finite.index(False) if False in finite else 0
+        self._norms.clear()
+        if first:
+            raise RunError(
+                f"the gradient is not finite at step {first}; try a lower learning rate, a warm-up or clipping"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -110,9 +129,15 @@ class Learner:
 
 
 def replicate(model: nn.Module, comm: Comm) -> None:
-    """Give every rank rank 0's parameters and buffers."""
+    """Give every rank rank 0's parameters and buffers; say so if they were not equal."""
+    tensors = [*model.parameters(), *model.buffers()]
+    before = [t.detach().clone() for t in tensors]
     with comm.ledger.purpose("start"):
-        _in_one_go([*model.parameters(), *model.buffers()], comm.broadcast)
+        _in_one_go(tensors, comm.broadcast)
+        changed = not all(torch.equal(old, t) or old.isnan().any() for old, t in zip(before, tensors, strict=True))
+        others = int(torch.cat(comm.gather(torch.tensor([changed], dtype=torch.uint8))).sum())
+    if others and comm.rank == 0:
+        say(f"thinwire: the model differed between ranks; {others} of {comm.size} now begin with rank 0's weights")
 
 
 def average_buffers(model: nn.Module, comm: Comm) -> None:

@@ -1,0 +1,81 @@
+"""Only the gradient exchange of an ordinary DDP loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire import registry
+from thinwire.comm.joining import beside
+from thinwire.comm.ledger import Ledger
+from thinwire.errors import UsageError
+from thinwire.overlap import Overlapped
+from thinwire.reducers.base import restored
+
+
+class Attached:
+    """The exchange that a DDP uses. Save its `state_dict` with the model's: without its residuals a resumed run is
+    another one. `ledger` counts what it sends; what DDP sends for itself (buffers, say) is not in it."""
+
+    def __init__(self, exchange: Overlapped) -> None:
+        self._exchange = exchange
+
+    @property
+    def ledger(self) -> Ledger:
+        """What was sent."""
+        return self._exchange.comm.ledger
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state, tensors by parameter name; every rank has its own."""
+        return {"parcels": self._exchange.parcels, "reducer": self._exchange.states}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state; refused if it is of another model, reducer or parcel size."""
+        self._exchange.states = restored(self._exchange.states, state["reducer"])
+
+    def close(self) -> None:
+        """End the communication thread and its groups; otherwise that is done when the process ends."""
+        self._exchange.comm.close()
+
+
+def attach(
+    ddp: DistributedDataParallel,
+    spec: str,
+    *,
+    parcel_mb: float = 25.0,
+    scaler: torch.amp.GradScaler | None = None,
+) -> Attached:
+    """Exchange a DDP's gradients with one of thinwire's reducers; your loop stays as it is.
+
+    Call it on every rank, after making the DDP and before the first step. `no_sync`, clipping, unused parameters
+    and any optimizer work as before. With a GradScaler, give it here: its scale changes, and what a reducer keeps
+    from step to step must not be counted in it.
+
+    >>> import os, torch, torch.distributed as dist, thinwire as tw
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+    >>> attached = tw.attach(ddp, "error_feedback(maxnorm(bits=4))")
+    >>> ddp(torch.ones(3, 4)).sum().backward()
+    >>> sorted(attached.state_dict()["reducer"][0])
+    ['inner/step', 'residual/bias', 'residual/weight']
+    >>> attached.close(); dist.destroy_process_group()
+    """
+    if not isinstance(ddp, DistributedDataParallel):
+        raise UsageError(f"attach: {type(ddp).__name__} given; wrap the model in DistributedDataParallel first")
+    if parcel_mb <= 0:
+        raise UsageError(f"attach: parcel_mb={parcel_mb}; possible: more than 0")
+    if getattr(ddp, "_thinwire", None) is not None:
+        raise UsageError("attach: this DDP has an exchange already; a DDP takes one for its whole life")
+    reducer = registry.build("reducers", spec)
+    comm = beside(ddp.process_group, next(ddp.parameters()).device)
+    scale = None if scaler is None else scaler.get_scale
+    try:
+        exchange = Overlapped(ddp, reducer, comm, parcel_mb, scale)
+    except RuntimeError as error:
+        comm.close()
+        raise UsageError(f"attach: DDP refuses ({str(error).splitlines()[0]}); attach before any other hook") from error
+    attached = Attached(exchange)
+    ddp._thinwire = attached  # type: ignore[assignment]  # lives as long as the DDP, whose hook does not keep it
+    return attached

@@ -1,0 +1,76 @@
+"""Codecs: what comes back is close, right on average, and as long as they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from thinwire.codecs.base import Codec, even_blocks
+from thinwire.codecs.multiscale import finest_that_fits, magnified, multiscale
+from thinwire.codecs.words import words
+
+CODECS: dict[str, tuple[Callable[[int], Codec], int]] = {
+    "2 bits": (lambda block: words(2, block), 2),
+    "4 bits": (lambda block: words(4, block), 4),
+    "8 bits": (lambda block: words(8, block), 8),
+    "4 bits, 2 scales": (lambda block: multiscale(4, 2, block), 5),
+    "8 bits, 3 scales": (lambda block: multiscale(8, 3, block), 10),
+}
+
+
+def matrix(rows: int, width: int) -> torch.Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(rows + width))
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize(("rows", "width", "block"), [(1, 8, 8), (3, 1024, 512), (4, 1560, 520)])
+def test_rows_become_so_many_bytes_and_come_back(name: str, rows: int, width: int, block: int) -> None:
+    make, bits = CODECS[name]
+    codec, x = make(block), matrix(rows, width)
+    data = codec.encode(x, 1)
+    assert data.dtype == torch.uint8
+    assert data.shape == (rows, width * bits // 8 + 4 * width // block)
+    back = codec.decode(data, width)
+    assert back.shape == x.shape
+    tops = x.view(-1, block).abs().amax(1).repeat_interleave(block).view(x.shape)
+    levels = {2: 1, 4: 7, 8: 127, 5: 7, 10: 127}[bits]
+    assert ((back - x).abs() <= tops / levels * 1.0001).all()
+    alone = torch.cat([codec.decode(data[i : i + 1], width) for i in range(rows)])
+    assert torch.equal(alone, back), "each row can be read without the others"
+    assert ((codec.decode(codec.encode(x, None), width) - x).abs() <= tops / levels / 2 * 1.0001).all()
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_many_encodings_give_the_mean(name: str) -> None:
+    codec, x = CODECS[name][0](8), matrix(1, 16)
+    found = torch.cat([codec.decode(codec.encode(x, key), 16) for key in range(2000)]).double()
+    errors = found.std(0) / 2000**0.5 + (found.amax(0) - found.amin(0)).max() / 2000
+    assert ((found.mean(0) - x[0]) / errors).abs().max() < 5
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_block_that_is_not_finite_is_nan_and_its_neighbours_are_not(name: str) -> None:
+    codec, x = CODECS[name][0](8), matrix(2, 24)
+    x[1, 9] = torch.inf
+    back = codec.decode(codec.encode(x, 0), 24)
+    assert back[1, 8:16].isnan().all()
+    assert back.isnan().sum() == 8
+
+
+def test_the_finest_scale_that_fits_is_chosen_by_the_value() -> None:
+    x = torch.tensor([4.0, 1.0, 1.001, 0.25, 0.2501, 0.0, -1.0, -0.0625])
+    finest = finest_that_fits(x, torch.tensor([4.0]), scales=3, block=8)
+    assert finest.tolist() == [0, 1, 0, 2, 1, 2, 1, 2]
+    assert torch.equal(magnified(magnified(x, finest), -finest), x), "a change of scale is exact"
+    assert magnified(x, finest).abs().max() <= 4
+
+
+def test_even_blocks_cover_a_width_with_little_to_spare() -> None:
+    for width in range(8, 9000, 8):
+        block = even_blocks(width, 512)
+        count = -(-width // block)
+        assert block % 8 == 0
+        assert block <= 512
+        assert count * block - width < 8 * count

@@ -1,0 +1,177 @@
+"""Kernels do the arithmetic that they say, and every version of them the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thinwire import kernels, progress
+from thinwire.errors import UsageError
+from thinwire.kernels import eager, hashing
+
+CPU = torch.device("cpu")
+
+
+def vector(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed))
+
+
+@settings(max_examples=60, deadline=None)
+@given(bits=st.sampled_from([1, 2, 4, 8]), rows=st.integers(0, 4), width=st.integers(0, 9), seed=st.integers(0, 99))
+def test_packing_gives_everything_back_in_so_many_bits(bits: int, rows: int, width: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (rows, 8 * width), generator=generator).to(torch.int8)
+    packed = kernels.pack(codes, bits)
+    assert packed.dtype == torch.uint8
+    assert packed.numel() * 8 == codes.numel() * bits
+    assert torch.equal(kernels.unpack(packed, bits), codes)
+    if bits < 8:
+        assert torch.equal(kernels.unpack(packed, bits, signed=False), codes & (2**bits - 1))
+
+
+def test_sixteen_bits_go_as_two_bytes() -> None:
+    codes = torch.tensor([[300, -300]], dtype=torch.int16)
+    assert kernels.pack(codes, 16).shape == (1, 4)
+    assert torch.equal(kernels.unpack(kernels.pack(codes, 16), 16), codes)
+
+
+@pytest.mark.parametrize("count", [1, 7, 512, 513, 5000])
+@pytest.mark.parametrize("block", [8, 512])
+def test_blocks_have_scales_of_their_own(count: int, block: int) -> None:
+    x = vector(count)
+    expected = [part.abs().max() for part in x.split(block)]
+    assert torch.equal(kernels.largest(x, block), torch.stack(expected))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_block_with_a_value_that_is_not_finite_is_marked(bad: float) -> None:
+    x = vector(30)
+    x[12] = bad
+    assert kernels.largest(x, 10).isinf().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("levels", [1, 7, 31, 127])
+def test_rounding_goes_to_a_neighbour_and_nearest_to_the_nearest(levels: int) -> None:
+    x = vector(5000)
+    scales = kernels.largest(x, 512)
+    exact = x * levels / scales.repeat_interleave(512)[:5000]
+    codes = kernels.quantise(x, scales, levels, 512, key=3)
+    assert codes.dtype == torch.int8
+    assert (codes - exact).abs().max() <= 1 + 1e-4
+    assert codes.abs().max() <= levels
+    nearest = kernels.quantise(x, scales, levels, 512, key=None)
+    assert (nearest - exact).abs().max() <= 0.5 + 1e-4
+    values = kernels.dequantise(codes, scales, levels, 512)
+    torch.testing.assert_close(kernels.lost(x, codes, scales, levels, 512), x - values, rtol=0, atol=1e-6)
+
+
+def test_the_same_key_gives_the_same_and_another_key_another() -> None:
+    x, scales = vector(4096), torch.full((8,), 4.0)
+    one, again, other = (kernels.quantise(x, scales, 31, 512, key) for key in (5, 5, 6))
+    assert torch.equal(one, again)
+    assert 0.05 < (one != other).float().mean() < 0.6
+
+
+def test_dither_is_uniform_and_knows_no_neighbours() -> None:
+    """Over places in a block, over blocks and over keys: mean, variance, and correlation with the next one."""
+    places = hashing.columns(512, CPU)
+    table = torch.stack([
+        torch.bitwise_xor(places, hashing.rows(64, key, CPU)[:, None]).mul_(hashing.MULTIPLIER) * hashing.DITHER
+        for key in range(100, 164)
+    ]).double()  # [key, block, place]  # fmt: skip
+    count = table.numel()
+    assert table.abs().max() < 0.5
+    assert abs(table.mean()) < 5 * (1 / 12 / count) ** 0.5
+    assert table.var() == pytest.approx(1 / 12, rel=0.01)
+    for axis in range(3):
+        ahead, behind = table.narrow(axis, 1, table.shape[axis] - 1), table.narrow(axis, 0, table.shape[axis] - 1)
+        assert abs((ahead * behind).mean() * 12) < 5 / ahead.numel() ** 0.5, f"neighbours along axis {axis}"
+    counts = torch.histc(table.float(), 64, -0.5, 0.5)
+    assert ((counts - count / 64).square() / (count / 64)).sum() < 150, "chi square of 63 degrees of freedom"
+
+
+def test_uniform_numbers_are_uniform() -> None:
+    numbers = hashing.uniform(200_000, 9, CPU)
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+    counts = torch.histc(numbers.float(), 50, 0, 1)
+    assert ((counts - 4000).square() / 4000).sum() < 120
+
+
+def test_zeros_and_tiny_scales_do_no_harm() -> None:
+    for x in (torch.zeros(20), torch.full((20,), 1e-42)):
+        codes = kernels.quantise(x, kernels.largest(x, 8), 127, 8, key=1)
+        assert kernels.dequantise(codes, kernels.largest(x, 8), 127, 8).isfinite().all()
+
+
+@pytest.fixture
+def fresh_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    kernels._module.cache_clear()
+    monkeypatch.setattr(kernels, "_broken", [])
+    monkeypatch.setattr(progress, "_said", set())
+    yield monkeypatch
+    kernels._module.cache_clear()
+
+
+def test_without_a_compiler_the_eager_ones_are_used_and_it_is_said_once(
+    fresh_choice: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from thinwire.kernels import compiled
+
+    def fails(*args: object) -> None:
+        raise RuntimeError("no C++ compiler\nand a long story")
+
+    fresh_choice.setenv("THINWIRE_KERNELS", "compiled")
+    for name in ("largest", "quantise", "dequantise"):
+        fresh_choice.setattr(compiled, name, fails)
+    x = vector(2048)
+    for _ in range(2):
+        scales = kernels.largest(x, 512)
+        codes = kernels.quantise(x, scales, 31, 512, key=1)
+    expected = torch.empty(4, 512, dtype=torch.int8)
+    eager.quantise(x.view(4, 512), 31 / scales, hashing.rows(4, 1, CPU), 31, expected)
+    assert torch.equal(codes, expected.view(-1))
+    said = capsys.readouterr().err
+    assert said.count("kernels cannot be compiled here (no C++ compiler)") == 1
+    assert "long story" not in said
+
+
+def test_an_unknown_choice_is_explained(fresh_choice: pytest.MonkeyPatch) -> None:
+    fresh_choice.setenv("THINWIRE_KERNELS", "cuda")
+    with pytest.raises(UsageError, match="THINWIRE_KERNELS=cuda; possible: eager, compiled"):
+        kernels.largest(vector(2048), 512)
+
+
+COMPARE = """
+import torch
+from thinwire import kernels
+from thinwire.kernels import compiled, eager
+x = torch.randn(40, 512, generator=torch.Generator().manual_seed(0))
+top, keys = x.abs().amax(1), kernels.rows(40, 7, x.device)
+def both(name, dtype, shape, *args):
+    outs = [torch.empty(shape, dtype=dtype) for _ in range(2)]
+    getattr(eager, name)(*args, outs[0])
+    getattr(compiled, name)(*args, outs[1])
+    return outs
+assert torch.equal(*both("largest", torch.float32, 40, x))
+one, other = both("quantise", torch.int8, x.shape, x, 31 / top, keys, 31)
+assert torch.equal(one, other)
+assert torch.equal(*both("nearest", torch.int8, x.shape, x, 31 / top, 31))
+assert torch.equal(*both("dequantise", torch.float32, x.shape, one, top / 31))
+torch.testing.assert_close(*both("lost", torch.float32, x.shape, x, one, top / 31), rtol=0, atol=1e-6)
+"""
+
+
+@pytest.mark.timeout(180)
+def test_compiled_kernels_do_what_eager_ones_do() -> None:
+    """In a process of its own: compiling starts others that stay."""
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", COMPARE], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,293 @@
+"""What single reducers promise beyond the laws."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+import thinwire as tw
+from tests.reducers.test_laws import exact, steps, tensors
+from thinwire import progress, registry
+from thinwire.comm.base import Comm
+from thinwire.errors import UsageError
+from thinwire.kernels import hashing
+from thinwire.reducers.base import Reduced, flatten
+from thinwire.reducers.global_randk import chosen_coordinates
+
+
+def shapes_of(model: str) -> list[tuple[int, ...]]:
+    net = registry.build("models", model, (3, 32, 32), 10)
+    return [tuple(p.shape) for p in net.parameters()]
+
+
+# ---- bytes
+
+
+@pytest.mark.parametrize(
+    ("spec", "limit"),
+    [
+        ("fp16", 0.5), ("bf16", 0.5), ("maxnorm", 0.27), ("maxnorm(bits=4)", 0.14), ("maxnorm(bits=2)", 0.08),
+        ("global_randk(ratio=0.01)", 0.012), ("error_feedback(global_randk(ratio=0.01))", 0.012), ("sign", 0.035),
+        ("global_randk(ratio=0.01, inner=maxnorm)", 0.003),
+    ],
+)  # fmt: skip
+def test_bytes_against_float32_on_four_ranks(spec: str, limit: float) -> None:
+    shapes = [(700, 300), (300,), (300, 300), (10, 300)]
+
+    def run(comm: Comm) -> int:
+        steps(comm, spec, [tensors(comm.rank, 0, shapes)])
+        return comm.ledger.wire_bytes
+
+    assert all(sent / exact(shapes, 4) <= limit for sent in tw.simulate(run, ranks=4))
+
+
+def test_powersgd_on_vgg16_sends_a_hundredth() -> None:
+    """In both halves of an iteration, and the mean over them."""
+    shapes = shapes_of("vgg16")
+    reducer = registry.build("reducers", "powersgd(rank=4)")
+
+    def run(comm: Comm) -> list[int]:
+        grads = {f"p{i}": torch.full(shape, 0.1) for i, shape in enumerate(shapes)}
+        state, sent = reducer.init(grads), []
+        for _ in range(2):
+            before = comm.ledger.wire_bytes
+            state = reducer.reduce(grads, state, comm).state
+            sent.append(comm.ledger.wire_bytes - before)
+        return sent
+
+    for sent in tw.simulate(run, ranks=2):
+        assert max(sent) / exact(shapes, 2) <= 0.02
+        assert sum(sent) / 2 / exact(shapes, 2) <= 0.01
+
+
+@pytest.mark.parametrize("entry", registry.describe("reducers"), ids=lambda entry: entry.name)
+def test_the_list_tells_the_bits_that_are_sent(entry: registry.Entry) -> None:
+    assert entry.wire, "its docstring has a line 'Wire: …'"
+    assert all(option.about for option in entry.options), "every option says what it does"
+    claim = re.match(r"(\d+) bits? per element", entry.wire)
+    if claim is None:
+        assert entry.name in {"powersgd", "topk", "error_feedback", "partition"}  # theirs depends on the model or n
+        return
+
+    def run(comm: Comm) -> int:
+        steps(comm, entry.name if entry.name != "warmup" else "warmup(sign)", [tensors(comm.rank, 0, [(64, 1024)])])
+        return comm.ledger.wire_bytes
+
+    bits = tw.simulate(run, ranks=4)[0] * 8 / (1.5 * 64 * 1024)
+    assert bits == pytest.approx(int(claim[1]), rel=0.08)
+    assert ("sums on the wire" in entry.wire) != ("does not sum on the wire" in entry.wire) or entry.name == "warmup"
+
+
+# ---- many ranks
+
+
+@pytest.mark.parametrize("name", ["maxnorm", "maxnorm_multiscale"])
+def test_too_many_ranks_for_sums_of_8_bits_switch_to_packed_words_and_say_so_once(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "_said", set())
+
+    def run(comm: Comm) -> tuple[Tensor, list[Reduced], set[str]]:
+        given = tensors(comm.rank, 0, [(40, 40)])
+        outs = steps(comm, name, [given] * 2)
+        return flatten(given), outs, {row["op"] for row in comm.ledger.rows()}
+
+    for ranks, ops in ((18, {"all_reduce"}), (19, {"all_gather", "all_to_all"})):
+        results = tw.simulate(run, ranks=ranks)
+        truth = torch.stack([own for own, *_ in results]).mean(0)
+        assert (flatten(results[0][1][1].mean) - truth).abs().max() < 0.5
+        assert results[0][2] >= ops
+        assert ranks < 19 or "all_reduce" not in results[0][2]
+        assert capsys.readouterr().err.count(f"{name}: sums of 19 ranks leave 6 levels") == (ranks == 19)
+
+
+def test_terngrad_sums_are_exact_on_many_ranks() -> None:
+    """130 ranks that all give ones: the sum needs more than 8 bits."""
+    for out in tw.simulate(lambda comm: steps(comm, "terngrad(clip=None)", [{"w": torch.ones(9)}])[0], ranks=130):
+        assert torch.equal(out.mean["w"], torch.ones(9))
+
+
+# ---- single schemes
+
+
+def test_an_outlier_spoils_only_its_own_block() -> None:
+    def run(comm: Comm) -> Tensor:
+        given = {"w": torch.full((4096,), 1e-3)}
+        given["w"][3] = 1e3
+        return steps(comm, "maxnorm", [given])[0].mean["w"]
+
+    out = tw.simulate(run, ranks=2)[0]
+    torch.testing.assert_close(out[512:], torch.full((4096 - 512,), 1e-3))
+
+
+def test_predicted_scales_need_one_round_and_count_what_they_cut_off() -> None:
+    def run(comm: Comm) -> tuple[list[int], list[int], list[Reduced]]:
+        given = [{"w": size * torch.linspace(-1, 1, 600)} for size in (1.0, 1.0, 50.0, 50.0, 50.0, 50.0, 0.0, 50.0)]
+        calls, cut_off, outs = [], [], []
+        for i in range(len(given)):
+            before = sum(row["calls"] for row in comm.ledger.rows())
+            outs = steps(comm, "maxnorm(predicted=True)", given[: i + 1])
+            calls.append(sum(row["calls"] for row in comm.ledger.rows()) - before)
+            cut_off.append(int(outs[-1].state["saturated"]))
+        return calls, cut_off, outs
+
+    calls, cut_off, outs = tw.simulate(run, ranks=2)[0]
+    assert calls[0] == 2, "the first step asks for the largest"
+    assert [later - earlier for earlier, later in itertools.pairwise(calls)] == [1, 1, 1, 1, 1, 1, 2], (
+        "and one after zeros"
+    )
+    assert cut_off[0] == cut_off[1] == 0
+    assert 400 < cut_off[2] <= 600, "a jump to fifty times the size is cut off"
+    assert cut_off[4] - cut_off[3] < cut_off[3] - cut_off[2] < cut_off[2]
+    assert cut_off[5] == cut_off[4], "scales have grown, four times a step"
+    assert not outs[6].mean["w"].any()
+    assert outs[2].error()["w"].abs().max() > 40, "what was cut off is in the error"
+    assert outs[7].mean["w"].abs().max() > 1, "zeros do not lock a block"
+
+
+def test_multiscale_is_finer_than_one_scale() -> None:
+    def run(comm: Comm, spec: str) -> float:
+        given = {"w": tensors(comm.rank, 1, [(5000,)])["p0"] ** 3}
+        return float(steps(comm, spec, [given])[0].error()["w"].norm())
+
+    for bits in (4, 8):
+        one = tw.simulate(lambda comm, b=bits: run(comm, f"maxnorm(bits={b})"), ranks=2)[0]
+        two = tw.simulate(lambda comm, b=bits: run(comm, f"maxnorm_multiscale(bits={b})"), ranks=2)[0]
+        three = tw.simulate(lambda comm, b=bits: run(comm, f"maxnorm_multiscale(bits={b}, scales=3)"), ranks=2)[0]
+        assert three < two < one
+
+
+@pytest.mark.parametrize(("count", "chosen"), [(10, 3), (1000, 10), (7, 7), (1, 1), (100_003, 1000)])
+def test_drawn_coordinates_are_distinct_in_order_and_all_equally_likely(count: int, chosen: int) -> None:
+    device = torch.device("cpu")
+    hits = torch.zeros(count)
+    draws = 400 if count <= 1000 else 3
+    for key in range(draws):
+        places, sizes = chosen_coordinates(count, chosen, key * 7919, device)
+        assert len(places) == len(sizes) == chosen
+        assert (places.diff() > 0).all()
+        assert sizes.sum() == count
+        assert places[0] >= 0
+        assert places[-1] < count
+        hits[places] += sizes
+    if count <= 1000:
+        spread = (count / chosen * draws) ** 0.5
+        assert (hits - draws).abs().max() < 6 * spread
+
+
+def test_all_ranks_draw_the_same_and_every_step_other_coordinates() -> None:
+    def run(comm: Comm) -> list[Tensor]:
+        outs = steps(comm, "global_randk(ratio=0.1)", [{"w": torch.ones(500)}] * 3)
+        return [out.mean["w"].nonzero().view(-1) for out in outs]
+
+    first, second = tw.simulate(run, ranks=2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert not torch.equal(first[0], first[1])
+
+
+def test_powersgd_delivers_matrices_of_its_rank_whole_with_every_second_step() -> None:
+    """Ranks share the left space, so the sum has the rank too; one half finds the space, the other hits it."""
+
+    def run(comm: Comm) -> list[Tensor]:
+        left = torch.randn(40, 3, generator=torch.Generator().manual_seed(9))
+        right = torch.randn(3, 50, generator=torch.Generator().manual_seed(comm.rank))
+        outs = steps(comm, "powersgd(rank=3)", [{"w": left @ right}] * 6)
+        return [out.state["residual/w"].norm() / (left @ right).norm() for out in outs]
+
+    for residuals in tw.simulate(run, ranks=2):
+        assert max(residuals[1::2]) < 1e-5
+        assert max(residuals[2::2]) < 1
+
+
+def test_powersgd_has_bases_for_parameters_not_for_places() -> None:
+    reducer = registry.build("reducers", "powersgd(rank=2)")
+    given = {"b.weight": torch.zeros(20, 30), "a.weight": torch.zeros(20, 30), "a.bias": torch.zeros(20)}
+    state, turned = reducer.init(given), reducer.init(dict(reversed(given.items())))
+    assert {"inner/basis/a.weight", "inner/basis/b.weight", "residual/a.bias"} <= state.keys()
+    assert all(torch.equal(state[key], turned[key]) for key in state)
+    assert not torch.equal(state["inner/basis/a.weight"], state["inner/basis/b.weight"])
+
+
+def test_majority_wins_and_ties_fall_both_ways() -> None:
+    def run(comm: Comm) -> Tensor:
+        mine = torch.ones(1000) * (1.0 if comm.rank == 0 else -1.0)
+        return steps(comm, "sign", [{"w": mine}])[0].mean["w"]
+
+    assert torch.equal(tw.simulate(run, ranks=3)[0], -torch.ones(1000))
+    assert 400 < (tw.simulate(run, ranks=2)[0] > 0).sum() < 600
+
+
+def test_warmup_is_exact_for_so_many_steps_and_partition_for_vectors() -> None:
+    def run(comm: Comm) -> tuple[list[Reduced], Reduced, list[Tensor]]:
+        given = [tensors(comm.rank, i, [(30, 30), (30,)]) for i in range(4)]
+        parts = steps(comm, "partition(maxnorm(bits=2))", given)
+        return steps(comm, "warmup(maxnorm(bits=2), steps=3)", given), parts[0], [flatten(g) for g in given]
+
+    results = tw.simulate(run, ranks=2)
+    for step in range(4):
+        truth = torch.stack([given[step] for *_, given in results]).mean(0)
+        found = flatten(results[0][0][step].mean)
+        assert torch.allclose(found, truth, atol=1e-6) == (step < 3)
+    truth = torch.stack([given[0] for *_, given in results]).mean(0)
+    matrices, vectors = results[0][1].mean["p0"], results[0][1].mean["p1"]
+    torch.testing.assert_close(vectors, truth[-30:])
+    assert not torch.allclose(matrices.view(-1), truth[:-30], atol=1e-3)
+
+
+def test_a_step_that_is_not_finite_leaves_feedback_as_it_was() -> None:
+    """As if the step had not been: a loss scaler skips it too."""
+
+    def run(comm: Comm, sick: bool) -> Reduced:
+        given = [tensors(comm.rank, i, [(20, 30)]) for i in range(4)]
+        if sick:
+            bad = {"p0": torch.full((20, 30), float("nan") if comm.rank == 0 else 1.0)}
+            given = [*given[:2], bad, *given[2:]]
+        return steps(comm, "error_feedback(maxnorm(bits=2))", given)[-1]
+
+    well = tw.simulate(lambda comm: run(comm, False), ranks=2)
+    after = tw.simulate(lambda comm: run(comm, True), ranks=2)
+    assert all(torch.equal(a.mean["p0"], b.mean["p0"]) for a, b in zip(well, after, strict=True))
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("maxnorm(bits=0)", "bits=0 is not possible: should be 2, 4 or 8"),
+        ("maxnorm(bits=16)", "should be 2, 4 or 8"),
+        ("maxnorm(block=0)", "greater than or equal to 8"),
+        ("maxnorm_multiscale(scales=1)", "greater than or equal to 2"),
+        ("global_randk(ratio=2)", "ratio=2 is not possible: should be less than or equal to 1"),
+        ("global_randk(ratio=0)", "greater than 0"),
+        ("topk(ratio=-1)", "greater than 0"),
+        ("powersgd(rank=0)", "rank=0 is not possible: should be greater than or equal to 1"),
+        ("terngrad(clip=0)", "greater than 0"),
+        ("warmup(sign, steps=-1)", "greater than or equal to 0"),
+        ("error_feedback", "inner is missing"),
+        ("error_feedback(inner=4)", "is not a reducer"),
+        ("error_feedback(maxnrm)", "did you mean 'maxnorm'"),
+        ("error_feedback(error_feedback(sign))", "counts them twice; use it alone"),
+        ("error_feedback(powersgd)", "counts them twice"),
+        ("error_feedback(warmup(powersgd))", "counts them twice"),
+        ("error_feedback(partition(powersgd))", "counts them twice"),
+        ("global_randk(inner=powersgd)", "put error_feedback around it"),
+        ("global_randk(0.1, mean, 3)", "3 values given, takes at most 2"),
+    ],
+)
+def test_mistakes_are_explained(spec: str, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        registry.build("reducers", spec)
+
+
+def test_random_numbers_are_numbers_between_0_and_1_for_every_key() -> None:
+    for key in (0, 1, 2**31 - 1, 2**31, 2**32 - 1):
+        numbers = hashing.uniform(1000, key, torch.device("cpu"))
+        assert numbers.min() >= 0
+        assert numbers.max() < 1
+        assert numbers.mean() == pytest.approx(0.5, abs=0.05)
