@@ -74,7 +74,9 @@ def test_the_demo_reaches_95_percent_and_writes_its_report(tmp_path: Path) -> No
     call(command.removeprefix(".venv/bin/").replace("--seeds 2", "--seeds 1") + " --out demo", tmp_path)
     results = json.loads((tmp_path / "demo" / "results.json").read_text())
     assert (results["task"], results["ranks"], results["nodes"], results["link"]) == ("digits", 4, 2, "100mbit")
+    shown = " ".join(row["strategy"] for row in results["strategies"])
     assert {row["strategy"].partition("(")[0] for row in results["strategies"]} == set(registry.TABLE["strategies"])
+    assert all(family in shown for family in ("maxnorm", "powersgd")), "quantised and low-rank gradients too"
     for row in results["strategies"]:
         assert row["value"]["mean"] >= 95, row["strategy"]
     assert (tmp_path / "demo" / "report.html").stat().st_size > 1e6

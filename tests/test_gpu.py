@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
+from tests.reducers.test_laws import SPECS, tensors
+from tests.reducers.test_laws import steps as reducer_steps
 from tests.strategies.test_laws import batches, same, sgd, steps, weights
 from tests.worlds import ProcessWorld, on_threads
 from thinwire.comm.base import Comm
+from thinwire.reducers.base import Named
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
 NET = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
@@ -56,6 +59,37 @@ def test_n_ranks_on_a_gpu_are_one_rank(process_world: ProcessWorld, spec: str) -
     assert all(same(results[0], other) for other in results)
     for name in alone:
         torch.testing.assert_close(results[0][name], alone[name], rtol=1e-4, atol=1e-5)
+
+
+def reduced(comm: Comm, spec: str, dtype: torch.dtype) -> list[tuple[Named, Named, Named]]:
+    sizes = [(64, 3, 3, 3), (64,), (), (0,), (33, 700)]
+    given = [{n: t.cuda() for n, t in tensors(comm.rank, i, sizes, dtype).items()} for i in range(3)]
+    results = []
+    for grads, out in zip(given, reducer_steps(comm, spec, given), strict=True):
+        assert all(t.is_cuda for t in (*out.mean.values(), *out.error().values()))
+        results.append(tuple({n: t.cpu() for n, t in part.items()} for part in (grads, out.mean, out.error())))
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spec", SPECS)
+def test_reducers_on_cuda_tensors_give_every_rank_the_mean_of_what_was_sent(
+    process_world: ProcessWorld, spec: str, dtype: torch.dtype
+) -> None:
+    results: list[Any] = process_world.run(reduced, 4, spec, dtype)
+    for step in range(3):
+        assert all(same(results[0][step][1], other[step][1]) for other in results)
+        for name, mean in results[0][step][1].items():
+            sent = torch.stack([r[step][0][name].double() - r[step][2][name].double() for r in results]).mean(0)
+            coarse = 0.05 if dtype == torch.bfloat16 or "16" in spec else 1e-5
+            if "sign" not in spec:
+                torch.testing.assert_close(mean.double(), sent, rtol=coarse, atol=coarse * (1 + 4 * ("error" in spec)))
+
+
+@pytest.mark.parametrize("reducer", ["error_feedback(maxnorm(bits=4))", "maxnorm(predicted=True)", "powersgd(rank=2)"])
+def test_compressed_training_on_a_gpu_keeps_ranks_equal(process_world: ProcessWorld, reducer: str) -> None:
+    results: list[Any] = process_world.run(train, 4, f"data_parallel(reducer={reducer}, parcel_mb=0.005)")
+    assert all(same(results[0], other) for other in results)
 
 
 def test_nccl_gives_cpu_tensors_back_whole() -> None:

@@ -66,7 +66,7 @@ def compare(
     100 Mbit/s between them:
 
     ```
-    thinwire compare data_parallel "data_parallel(parcel_mb=0.1)" --ranks 4 --nodes 2 --link 100mbit --target 95
+    thinwire compare data_parallel "data_parallel(reducer=maxnorm)" --ranks 4 --nodes 2 --link 100mbit --target 95
     thinwire compare --out runs/compare-1 --resume      # go on with what is not finished
     ```
     """

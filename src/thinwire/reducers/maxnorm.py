@@ -102,7 +102,15 @@ def _with_guessed_scales(x: Tensor, draw: Draw, state: State, comm: Comm, levels
     sound = breaks == 0
     used = torch.where(sound, scales, torch.nan)
     guess = HEADROOM * kernels.dequantise(sizes, 2 * scales, levels * comm.size, 1)
-    cut_off = (x.abs() > scales.repeat_interleave(block)[: len(x)]).sum()
+    cut_off = _count_beyond(x, scales, largest, block)
     kept = {"scales": torch.where(sound, guess, scales), "saturated": state["saturated"] + cut_off}
     mean = kernels.dequantise(total, used, levels * comm.size, block)
     return Averaged(mean, lambda: kernels.lost(x, codes, used, levels, block), kept)
+
+
+def _count_beyond(x: Tensor, scales: Tensor, largest: Tensor, block: int) -> Tensor:
+    """How many values are beyond their block's scale; looks only at blocks whose largest is."""
+    (beyond,) = (largest > scales).nonzero(as_tuple=True)
+    places = beyond[:, None] * block + torch.arange(block, device=x.device)
+    values = torch.where(places < len(x), x[places.clamp(max=len(x) - 1)].abs(), 0.0)
+    return (values > scales[beyond, None]).sum()

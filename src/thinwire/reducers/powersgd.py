@@ -38,33 +38,36 @@ def powersgd(
 
     def reduce(tensors: Named, state: State, comm: Comm) -> Reduced:
         step = int(state["step"])
+        on_the_right = step % 2 == 0  # this step's basis meets M, the next one's Mᵀ
         groups = _of_one_shape({name: t for name, t in tensors.items() if pays(t, rank)})
         exact = {name: t for name, t in tensors.items() if not pays(t, rank)}
-        matrices = [_stacked(group, transposed=step % 2 == 1) for group in groups]
-        bases = [torch.stack([state[f"basis/{name}"] for name in group]) for group in groups]
-        own = [m @ v for m, v in zip(matrices, bases, strict=True)]
+        matrices = [_stacked([t.detach().reshape(t.shape[0], -1).float() for t in g.values()]) for g in groups]
+        bases = [_stacked([state[f"basis/{name}"] for name in group]) for group in groups]
+        own = [(m if on_the_right else m.mT) @ v for m, v in zip(matrices, bases, strict=True)]
         sent = {**{str(i): u for i, u in enumerate(own)}, **{f"exact/{name}": t for name, t in exact.items()}}
         means = unflatten(comm.mean(flatten(sent)), sent) if sent else {}
         shared = [means[str(i)] for i in range(len(groups))]
 
-        def unstacked(stacks: list[Tensor]) -> Named:
-            straight = [s.mT if step % 2 else s for s in stacks]
-            parts = [zip(g.items(), s, strict=True) for g, s in zip(groups, straight, strict=True)]
-            return {name: part.reshape(t.shape) for pairs in parts for (name, t), part in pairs}
+        def factors(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            return (u, v.mT) if on_the_right else (v, u.mT)
 
-        out = unstacked([u @ v.mT for u, v in zip(shared, bases, strict=True)])
-        out |= {name: means[f"exact/{name}"] for name in exact}
-        next_bases = {
-            f"basis/{name}": v for g, u in zip(groups, shared, strict=True)
-            for name, v in zip(g, torch.linalg.qr(u).Q, strict=True)
-        }  # fmt: skip
+        def by_name(stacks: list[Tensor]) -> Named:
+            pairs = [
+                pair for g, stack in zip(groups, stacks, strict=True) for pair in zip(g.items(), stack, strict=True)
+            ]
+            return {name: part.reshape(t.shape) for (name, t), part in pairs}
 
         def error() -> Named:
-            lost = unstacked(
-                [torch.baddbmm(m, u, v.mT, alpha=-1) for m, u, v in zip(matrices, own, bases, strict=True)]
-            )
+            each = zip(matrices, own, bases, strict=True)
+            lost = by_name([torch.baddbmm(m, *factors(u, v), alpha=-1) for m, u, v in each])
             return {name: lost[name] if name in lost else torch.zeros_like(t).float() for name, t in tensors.items()}
 
+        products = [torch.bmm(*factors(u, v)) for u, v in zip(shared, bases, strict=True)]
+        out = {**by_name(products), **{name: means[f"exact/{name}"] for name in exact}}
+        orthonormal = [torch.linalg.qr(u).Q for u in shared]
+        next_bases = {
+            f"basis/{name}": v for g, q in zip(groups, orthonormal, strict=True) for name, v in zip(g, q, strict=True)
+        }
         mean = {name: out[name].to(t.dtype) for name, t in tensors.items()}
         return Reduced(mean, error, {"step": torch.tensor(step + 1), **next_bases})
 
@@ -97,6 +100,5 @@ def _of_one_shape(tensors: Named) -> list[Named]:
     return list(groups.values())
 
 
-def _stacked(group: Named, transposed: bool) -> Tensor:
-    stack = torch.stack([t.detach().reshape(t.shape[0], -1).float() for t in group.values()])
-    return stack.mT if transposed else stack
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    return torch.stack(tensors) if len(tensors) > 1 else tensors[0][None]
