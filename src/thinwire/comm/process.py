@@ -87,18 +87,18 @@ class ProcessComm(Comm):
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         sent = _as_bytes(self._staged(tensor))
-        outs = [torch.empty_like(sent) for _ in range(self.size)]
+        out = self._room(self.size * sent.numel(), tensor.device)
         if sent.numel():
-            _guarded(lambda: dist.all_gather(outs, sent, self.group))
-        return [_restored(out, tensor) for out in outs]
+            _guarded(lambda: dist.all_gather(list(out.view(self.size, -1).unbind()), sent, self.group))
+        return _parts(out, [tensor] * self.size)
 
     def _all_to_all(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        sent = [_as_bytes(self._staged(part)) for part in parts]
-        sizes = [part.numel() * part.element_size() for part in like]
-        out = torch.empty(sum(sizes), dtype=torch.uint8, device=self.wire_device)
-        counts = [part.numel() for part in sent]
-        _guarded(lambda: dist.all_to_all_single(out, torch.cat(sent), sizes, counts, self.group))
-        return [_restored(chunk, shape) for chunk, shape in zip(out.split(sizes), like, strict=True)]
+        given = [_as_bytes(part.detach().contiguous()) for part in parts]
+        sent = self._staged(torch.cat(given))
+        sizes, counts = [_count(part) for part in like], [_count(part) for part in given]
+        out = self._room(sum(sizes), like[0].device)
+        _guarded(lambda: dist.all_to_all_single(out, sent, sizes, counts, self.group))
+        return _parts(out, like)
 
     def _broadcast(self, tensor: Tensor, root: int) -> Tensor:
         sent = _as_bytes(self._staged(tensor))
@@ -120,6 +120,11 @@ class ProcessComm(Comm):
         pin = tensor.is_cuda and self.wire_device.type == "cpu"
         staged = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.wire_device, pin_memory=pin)
         return staged.copy_(tensor.detach())
+
+    def _room(self, num_bytes: int, device: torch.device) -> Tensor:
+        """Where the backend can put what is meant for a device."""
+        pin = device.type == "cuda" and self.wire_device.type == "cpu"
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.wire_device, pin_memory=pin)
 
 
 class CommThread:
@@ -185,6 +190,17 @@ def _guarded(run: Callable[[], T]) -> T:
 
 PEER_GRACE_SECONDS = 3.0
 CLOSE_SECONDS = 2.0
+
+
+def _count(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _parts(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Bytes off the wire, moved in one go, as tensors of the wanted shapes, dtypes and device."""
+    to_gpu = like[0].device.type == "cuda"
+    chunks = data.to(like[0].device, non_blocking=to_gpu).split([_count(part) for part in like])
+    return [_restored(chunk, part) for chunk, part in zip(chunks, like, strict=True)]
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
