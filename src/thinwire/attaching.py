@@ -13,14 +13,16 @@ from thinwire.comm.ledger import Ledger
 from thinwire.errors import UsageError
 from thinwire.overlap import Overlapped
 from thinwire.reducers.base import restored
+from thinwire.spec import parse
 
 
 class Attached:
     """The exchange that a DDP uses. Save its `state_dict` with the model's: without its residuals a resumed run is
     another one. `ledger` counts what it sends; what DDP sends for itself (buffers, say) is not in it."""
 
-    def __init__(self, exchange: Overlapped) -> None:
+    def __init__(self, exchange: Overlapped, spec: str) -> None:
         self._exchange = exchange
+        self._spec = spec
 
     @property
     def ledger(self) -> Ledger:
@@ -29,14 +31,16 @@ class Attached:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, tensors by parameter name; every rank has its own."""
-        return {"parcels": self._exchange.parcels, "reducer": self._exchange.states}
+        return {"spec": self._spec, "reducer": self._exchange.states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state; refused if it is of another model, reducer or parcel size."""
+        if state.get("spec") != self._spec:
+            raise UsageError(f"the state is of {state.get('spec')}, and this exchange is {self._spec}; attach that one")
         self._exchange.states = restored(self._exchange.states, state["reducer"])
 
     def close(self) -> None:
-        """End the communication thread and its groups; otherwise that is done when the process ends."""
+        """End the communication thread and its groups, and with them the DDP's training; else the process's end does."""
         self._exchange.comm.close()
 
 
@@ -67,7 +71,7 @@ def attach(
     if parcel_mb <= 0:
         raise UsageError(f"attach: parcel_mb={parcel_mb}; possible: more than 0")
     if getattr(ddp, "_thinwire", None) is not None:
-        raise UsageError("attach: this DDP has an exchange already; a DDP takes one for its whole life")
+        raise UsageError("attach: this DDP has, or had, an exchange; it takes one for its whole life. Make a new DDP")
     reducer = registry.build("reducers", spec)
     comm = beside(ddp.process_group, next(ddp.parameters()).device)
     scale = None if scaler is None else scaler.get_scale
@@ -76,6 +80,6 @@ def attach(
     except RuntimeError as error:
         comm.close()
         raise UsageError(f"attach: DDP refuses ({str(error).splitlines()[0]}); attach before any other hook") from error
-    attached = Attached(exchange)
+    attached = Attached(exchange, str(parse(spec)))
     ddp._thinwire = attached  # type: ignore[assignment]  # lives as long as the DDP, whose hook does not keep it
     return attached

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm.base import Comm
 from thinwire.comm.process import GradBucket, ProcessComm
-from thinwire.errors import UsageError
+from thinwire.errors import RunError, UsageError
 from thinwire.reducers.base import Named, Reducer, State
 
 FIRST_PARCEL_BYTES = 2**20  # small, so that the wire is busy early in the backward pass
@@ -196,6 +196,8 @@ class Overlapped:
 
     def hand_over(self, bucket: GradBucket) -> Future[Tensor]:
         """Give a bucket that is ready to the communication thread."""
+        if self.comm.closed:
+            raise RunError("gradients cannot be exchanged: the exchange, or the world it belongs to, was closed")
         buffer = bucket.buffer()
         cuda = buffer.is_cuda
         future: Future[Tensor] = Future(devices=[buffer.device] if cuda else None)

@@ -115,9 +115,20 @@ def check(kind: str, spec: Spec | str) -> None:
 def find(kind: str, name: str) -> tuple[str, str]:
     """The module and attribute registered under a name."""
     if name not in TABLE[kind]:
-        raise unknown(SINGULAR[kind], name, TABLE[kind])
+        raise _elsewhere(kind, name) or unknown(SINGULAR[kind], name, TABLE[kind])
     module, attribute = TABLE[kind][name].split(":")
     return module, attribute
+
+
+def _elsewhere(kind: str, name: str) -> UsageError | None:
+    """The error for a name of another kind: a reducer where a strategy belongs, say."""
+    other = next((k for k in TABLE if name in TABLE[k]), None)
+    if other is None:
+        return None
+    example = f"; try data_parallel(reducer={name})" if (kind, other) == ("strategies", "reducers") else ""
+    return UsageError(
+        f"{name} is a {SINGULAR[other]}, not a {SINGULAR[kind]}{example}. Possible here: {', '.join(sorted(TABLE[kind]))}"
+    )
 
 
 def load(kind: str, name: str) -> Any:
@@ -152,6 +163,11 @@ def options(target: Any, spec: Spec, num_leading: int = 0) -> dict[str, Any]:
         if name in given:
             raise UsageError(f"{spec.name}: {name} is given twice")
         given[name] = value
+    for name, p in params.items():
+        if p.default is p.empty and name not in given and (nested := NESTED.get(_type_name(hints.get(name)))):
+            raise UsageError(
+                f"{spec.name}: {name} is missing; give a {SINGULAR[nested]}, for example {spec.name}(maxnorm)"
+            )
     given = {name: _resolve(value, hints.get(name, Any)) for name, value in given.items()}
     fields: dict[str, Any] = {
         name: (_field_type(hints.get(name, Any)), ... if p.default is p.empty else p.default)
@@ -167,7 +183,7 @@ def options(target: Any, spec: Spec, num_leading: int = 0) -> dict[str, Any]:
 
 def _resolve(value: Any, hint: Any) -> Any:
     """A nested spec becomes the thing it names where that is wanted, else the plain word it is."""
-    kind = NESTED.get(getattr(hint, "__name__", ""))
+    kind = NESTED.get(_type_name(hint))
     if isinstance(value, str) and kind:
         value = parse(value)
     if kind and not isinstance(value, Spec):
@@ -182,7 +198,11 @@ def _resolve(value: Any, hint: Any) -> Any:
 
 
 def _field_type(hint: Any) -> Any:
-    return Any if getattr(hint, "__name__", "") in NESTED else hint
+    return Any if _type_name(hint) in NESTED else hint
+
+
+def _type_name(hint: Any) -> str:
+    return str(getattr(hint, "__name__", ""))
 
 
 def explain(error: ValidationError, owner: str, prefix: str = "") -> str:

@@ -35,6 +35,8 @@ def parse(text: str) -> Spec:
     >>> str(parse("error_feedback( global_randk(ratio = 0.01) )"))
     'error_feedback(global_randk(ratio=0.01))'
     """
+    if not isinstance(text, str):
+        raise UsageError(f"{text!r} is not a spec; expected text such as 'data_parallel' or 'maxnorm(bits=4)'")
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
@@ -74,5 +76,5 @@ def _show(value: Value) -> str:
 def _malformed(text: str) -> UsageError:
     return UsageError(
         f"cannot read '{text}'; expected a name or name(option=value, …), "
-        "for example data_parallel or mlp(width=256, depth=2)"
+        "for example data_parallel, maxnorm(bits=4) or mlp(width=256, depth=2)"
     )

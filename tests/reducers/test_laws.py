@@ -40,12 +40,12 @@ def sum_of_int8(shapes: Shapes, n: int) -> int:
     return ring(count, n) + ring(4 * -(-count // BLOCK), n)
 
 
-def words(bits: int) -> Callable[[Shapes, int], int]:
+def words(bits: int, block: int) -> Callable[[Shapes, int], int]:
     """Packed words to their owners and back: equal parts, of equal blocks, padded to 8 elements a block."""
 
     def formula(shapes: Shapes, n: int) -> int:
         part = -(-num_elements(shapes) // (8 * n)) * 8
-        blocks = max(1, -(-part // BLOCK))
+        blocks = max(1, -(-part // block))
         width = -(-part // (8 * blocks)) * 8
         return 2 * (n - 1) * blocks * (4 + width * bits // 8) if part else 0
 
@@ -71,12 +71,10 @@ def randk(ratio: float, inner: Callable[[Shapes, int], int]) -> Callable[[Shapes
 
 
 def low_rank(rank: int) -> Callable[[Shapes, int], int]:
-    """Of the first step, in which the side of the rows is sent."""
-
     def elements(shape: tuple[int, ...]) -> int:
         count = num_elements([shape])
         rows = shape[0] if len(shape) > 1 else 0
-        return rank * rows if rows and rank * (rows + count // rows) < count else count
+        return rank * (rows + count // rows) if rows and rank * (rows + count // rows) < count else count
 
     return lambda shapes, n: ring(4 * sum(map(elements, shapes)), n)
 
@@ -96,25 +94,25 @@ WIRE_BYTES: dict[str, Callable[[Shapes, int], int]] = {
     "fp16": summed(16),
     "bf16": summed(16),
     "maxnorm": sum_of_int8,
-    "maxnorm(bits=4)": words(4),
-    "maxnorm(bits=2)": words(2),
+    "maxnorm(bits=4)": words(4, 256),
+    "maxnorm(bits=2)": words(2, 64),
     "maxnorm(predicted=True)": sum_of_int8,
     "maxnorm_multiscale": lambda s, n: sum_of_int8(s, n) + owned(1, 1)(s, n),
-    "maxnorm_multiscale(bits=4, scales=3)": words(6),
+    "maxnorm_multiscale(bits=4, scales=3)": words(6, 256),
     "global_randk": randk(0.25, exact),
     "global_randk(ratio=0.5, inner=maxnorm)": randk(0.5, sum_of_int8),
-    "global_randk(ratio=0.5, inner=maxnorm_multiscale(bits=2))": randk(0.5, words(3)),
+    "global_randk(ratio=0.5, inner=maxnorm_multiscale(bits=2))": randk(0.5, words(3, 64)),
     "powersgd": low_rank(4),
     "powersgd(rank=1)": low_rank(1),
     "topk": lambda s, n: (n - 1) * 8 * drawn(0.1, s),
     "terngrad": lambda s, n: owned(2, 4 if n <= 7 else 8)(s, n) + scales(s, n),
     "terngrad(clip=None)": lambda s, n: owned(2, 4 if n <= 7 else 8)(s, n) + scales(s, n),
     "sign": lambda s, n: owned(1, 1)(s, n) + scales(s, n),
-    "error_feedback(maxnorm(bits=2))": words(2),
-    "error_feedback(maxnorm(bits=4))": words(4),
+    "error_feedback(maxnorm(bits=2))": words(2, 64),
+    "error_feedback(maxnorm(bits=4))": words(4, 256),
     "error_feedback(maxnorm(predicted=True))": sum_of_int8,
     "error_feedback(global_randk(ratio=0.01))": randk(0.01, exact),
-    "error_feedback(global_randk(ratio=0.2, inner=maxnorm(bits=4)))": randk(0.2, words(4)),
+    "error_feedback(global_randk(ratio=0.2, inner=maxnorm(bits=4)))": randk(0.2, words(4, 256)),
     "error_feedback(topk(ratio=0.05))": lambda s, n: (n - 1) * 8 * drawn(0.05, s),
     "error_feedback(terngrad)": lambda s, n: owned(2, 4 if n <= 7 else 8)(s, n) + scales(s, n),
     "error_feedback(bf16)": summed(16),
@@ -122,7 +120,7 @@ WIRE_BYTES: dict[str, Callable[[Shapes, int], int]] = {
     "partition(maxnorm)": matrices(sum_of_int8),
     "partition(powersgd(rank=2))": matrices(low_rank(2)),
     "error_feedback(partition(maxnorm(bits=2), vectors=bf16))": lambda s, n: (
-        words(2)([x for x in s if len(x) > 1], n) + summed(16)([x for x in s if len(x) <= 1], n)
+        words(2, 64)([x for x in s if len(x) > 1], n) + summed(16)([x for x in s if len(x) <= 1], n)
     ),
     "warmup(maxnorm(bits=2), steps=2)": exact,
     "warmup(error_feedback(topk), steps=1)": exact,

@@ -46,7 +46,6 @@ def test_bytes_against_float32_on_four_ranks(spec: str, limit: float) -> None:
 
 
 def test_powersgd_on_vgg16_sends_a_hundredth() -> None:
-    """In both halves of an iteration, and the mean over them."""
     shapes = shapes_of("vgg16")
     reducer = registry.build("reducers", "powersgd(rank=4)")
 
@@ -60,8 +59,7 @@ def test_powersgd_on_vgg16_sends_a_hundredth() -> None:
         return sent
 
     for sent in tw.simulate(run, ranks=2):
-        assert max(sent) / exact(shapes, 2) <= 0.02
-        assert sum(sent) / 2 / exact(shapes, 2) <= 0.01
+        assert max(sent) / exact(shapes, 2) <= 0.013
 
 
 @pytest.mark.parametrize("entry", registry.describe("reducers"), ids=lambda entry: entry.name)
@@ -189,27 +187,38 @@ def test_all_ranks_draw_the_same_and_every_step_other_coordinates() -> None:
     assert not torch.equal(first[0], first[1])
 
 
-def test_powersgd_delivers_matrices_of_its_rank_whole_with_every_second_step() -> None:
-    """Ranks share the left space, so the sum has the rank too; one half finds the space, the other hits it."""
+def test_powersgd_finds_matrices_of_its_rank() -> None:
+    """Ranks share the left space, so the sum has the rank too."""
 
-    def run(comm: Comm) -> list[Tensor]:
+    def run(comm: Comm) -> tuple[list[Tensor], list[Tensor], Tensor]:
         left = torch.randn(40, 3, generator=torch.Generator().manual_seed(9))
         right = torch.randn(3, 50, generator=torch.Generator().manual_seed(comm.rank))
-        outs = steps(comm, "powersgd(rank=3)", [{"w": left @ right}] * 6)
-        return [out.state["residual/w"].norm() / (left @ right).norm() for out in outs]
+        outs = steps(comm, "powersgd(rank=3)", [{"w": left @ right}] * 30)
+        size = (left @ right).norm()
+        return [out.state["residual/w"].norm() / size for out in outs], [out.mean["w"] for out in outs], left @ right
 
-    for residuals in tw.simulate(run, ranks=2):
-        assert max(residuals[1::2]) < 1e-5
-        assert max(residuals[2::2]) < 1
+    results = tw.simulate(run, ranks=2)
+    truth = (results[0][2] + results[1][2]) / 2
+    for residuals, means, _ in results:
+        assert residuals[-1] < 0.2 < residuals[0], "of which nothing is missing any more: it does not change"
+        assert (means[-1] - truth).norm() < 1e-3 * truth.norm()
+
+
+def test_powersgd_needs_one_round_a_step() -> None:
+    def run(comm: Comm) -> int:
+        steps(comm, "powersgd", [tensors(comm.rank, i, [(30, 40), (30,), (30, 40), (50, 20)]) for i in range(3)])
+        return sum(row["calls"] for row in comm.ledger.rows())
+
+    assert tw.simulate(run, ranks=2) == [3, 3]
 
 
 def test_powersgd_has_bases_for_parameters_not_for_places() -> None:
     reducer = registry.build("reducers", "powersgd(rank=2)")
     given = {"b.weight": torch.zeros(20, 30), "a.weight": torch.zeros(20, 30), "a.bias": torch.zeros(20)}
     state, turned = reducer.init(given), reducer.init(dict(reversed(given.items())))
-    assert {"inner/basis/a.weight", "inner/basis/b.weight", "residual/a.bias"} <= state.keys()
+    assert {"inner/left/a.weight", "inner/right/b.weight", "residual/a.bias"} <= state.keys()
     assert all(torch.equal(state[key], turned[key]) for key in state)
-    assert not torch.equal(state["inner/basis/a.weight"], state["inner/basis/b.weight"])
+    assert not torch.equal(state["inner/left/a.weight"], state["inner/left/b.weight"])
 
 
 def test_majority_wins_and_ties_fall_both_ways() -> None:
@@ -269,13 +278,13 @@ def test_a_step_that_is_not_finite_leaves_feedback_as_it_was() -> None:
         ("powersgd(rank=0)", "rank=0 is not possible: should be greater than or equal to 1"),
         ("terngrad(clip=0)", "greater than 0"),
         ("warmup(sign, steps=-1)", "greater than or equal to 0"),
-        ("error_feedback", "inner is missing"),
+        ("error_feedback", "inner is missing; give a reducer, for example error_feedback(maxnorm)"),
         ("error_feedback(inner=4)", "is not a reducer"),
         ("error_feedback(maxnrm)", "did you mean 'maxnorm'"),
-        ("error_feedback(error_feedback(sign))", "counts them twice; use it alone"),
-        ("error_feedback(powersgd)", "counts them twice"),
-        ("error_feedback(warmup(powersgd))", "counts them twice"),
-        ("error_feedback(partition(powersgd))", "counts them twice"),
+        ("error_feedback(error_feedback(sign))", "count that twice; use it alone"),
+        ("error_feedback(powersgd)", "count that twice"),
+        ("error_feedback(warmup(powersgd))", "count that twice"),
+        ("error_feedback(partition(powersgd))", "count that twice"),
         ("global_randk(inner=powersgd)", "put error_feedback around it"),
         ("global_randk(0.1, mean, 3)", "3 values given, takes at most 2"),
     ],

@@ -435,7 +435,7 @@ def without_residual(comm: Comm) -> str:
     del state["reducer"][0]["residual/0.weight"]
     with pytest.raises(tw.RunError) as caught:
         trainer(comm, spec).load_state_dict(state)
-    with pytest.raises(tw.RunError, match="reducer's state does not fit"):
+    with pytest.raises(tw.RunError, match="state of the reducer does not fit"):
         trainer(comm, "data_parallel").load_state_dict(strategy.state_dict())
     return str(caught.value)
 

@@ -56,14 +56,19 @@ class ProcessComm(Comm):
         self._parts.append(part)
         return part
 
+    @property
+    def closed(self) -> bool:
+        """Whether the groups are gone."""
+        return not hasattr(self, "group")
+
     def close(self) -> None:
         """End the communication thread and the groups that were made for this one, and those split from it.
 
         Gloo's threads end when nobody refers to their group any more; one that lets go of its last tensor while
         the interpreter is ending would abort the process.
         """
-        if not hasattr(self, "group"):
-            return  # closed already
+        if self.closed:
+            return
         self.thread.close()
         for part in self._parts:
             part.close()

@@ -114,6 +114,11 @@ def unpack(packed: Tensor, bits: int, signed: bool = True) -> Tensor:
     return codes if signed else codes & (2**bits - 1)
 
 
+def check_choice() -> None:
+    """Raise UsageError for an unknown THINWIRE_KERNELS, before any work."""
+    _module("cpu")
+
+
 def num_blocks(count: int, block: int) -> int:
     """Blocks that so many elements fill, the last perhaps in part."""
     return -(-count // block)
@@ -151,4 +156,7 @@ def _module(device: str) -> ModuleType:
     asked = os.environ.get("THINWIRE_KERNELS", "eager")
     if asked not in POSSIBLE:
         raise UsageError(f"THINWIRE_KERNELS={asked}; possible: {', '.join(POSSIBLE)}")
-    return importlib.import_module(f"thinwire.kernels.{'eager' if device in _broken else asked}")
+    if asked == "eager" or device in _broken:
+        return eager
+    say_once("compiling kernels: the first steps take some seconds, up to half a minute")
+    return importlib.import_module("thinwire.kernels.compiled")

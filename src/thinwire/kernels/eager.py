@@ -1,4 +1,7 @@
-"""The reference: plain torch, block rows in portions that stay in a CPU's cache."""
+"""The reference: plain torch, block rows in portions that stay in a CPU's cache.
+
+Products and sums are separate operations, each rounded, so that every version can give the same to the bit.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ def quantise(x: Tensor, inverse: Tensor, keys: Tensor, levels: int, out: Tensor)
     places = columns(x.shape[1], x.device)
     for part in _portions(x):
         dither = torch.bitwise_xor(places, keys[part, None]).mul_(MULTIPLIER) * DITHER
-        out[part] = dither.addcmul_(x[part], inverse[part, None]).round_().clamp_(-levels, levels)
+        out[part] = (x[part] * inverse[part, None]).add_(dither).round_().clamp_(-levels, levels)  # no fused addcmul
 
 
 def nearest(x: Tensor, inverse: Tensor, levels: int, out: Tensor) -> None:
@@ -41,7 +44,7 @@ def dequantise(codes: Tensor, step: Tensor, out: Tensor) -> None:
 def lost(x: Tensor, codes: Tensor, step: Tensor, out: Tensor) -> None:
     """x − codes·step: what error feedback keeps."""
     for part in _portions(x):
-        torch.addcmul(x[part], codes[part].float(), step[part, None], value=-1, out=out[part])
+        torch.sub(x[part], codes[part] * step[part, None], out=out[part])
 
 
 def _portions(x: Tensor) -> Iterator[slice]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from thinwire import kernels
 from thinwire.comm.base import Comm
 from thinwire.data import mix
 from thinwire.errors import RunError
@@ -86,6 +87,7 @@ def _on_vectors(
 ) -> Reducer:
 
     def init_all(tensors: Named) -> State:
+        kernels.check_choice()
         return {"step": torch.zeros((), dtype=torch.int64), **init(flatten(tensors))}
 
     def reduce(tensors: Named, state: State, comm: Comm) -> Reduced:
@@ -115,6 +117,11 @@ def unflatten(flat: Tensor, like: Named, dtype: torch.dtype | None = None) -> Na
     return {n: part.view(t.shape).to(dtype or t.dtype) for (n, t), part in zip(like.items(), parts, strict=True)}
 
 
+def in_order(tensors: Named, like: Named) -> Named:
+    """The same tensors in another's order."""
+    return {name: tensors[name] for name in like}
+
+
 def nothing_lost(tensors: Named) -> Callable[[], Named]:
     """The error of an exact reducer."""
     return lambda: {name: torch.zeros_like(t, dtype=torch.float32) for name, t in tensors.items()}
@@ -142,9 +149,10 @@ def restored(states: list[State], saved: list[State]) -> list[State]:
     """Saved states in place of the present ones, on their devices; refused unless nothing is missing or left over."""
     if [s.keys() for s in saved] != [s.keys() for s in states]:
         missing = [key for now, then in zip(states, saved, strict=False) for key in now if key not in then]
-        what = f"it lacks {missing[0]} and {len(missing) - 1} more" if missing else "its parcels are others"
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        what = f"it lacks {missing[0]}{more}" if missing else "it has other parts"
         raise RunError(
-            f"the reducer's state does not fit ({what}); going on without it would change the result. Use a checkpoint "
-            "of the same model, reducer and parcel_mb, or begin anew"
+            f"the saved state of the reducer does not fit ({what}), and without it the result would be another; "
+            "use one of the same model, reducer and parcel_mb, or begin anew"
         )
     return [{key: then[key].to(now[key].device) for key in now} for now, then in zip(states, saved, strict=True)]

@@ -37,7 +37,8 @@ def error_feedback(
     """
     if inner.keeps_errors:
         raise UsageError(
-            "error_feedback around a reducer that keeps its errors already counts them twice; use it alone"
+            "error_feedback: inner keeps what it loses itself, as powersgd does, and feedback around it would count that "
+            "twice; use it alone"
         )
     inner = contracting(inner)
 

@@ -16,6 +16,7 @@ from thinwire.reducers.base import Averaged, Draw, Reducer, State, on_vectors
 from thinwire.reducers.owners import coded_mean
 
 LARGEST_SUM = 127  # of int8
+BLOCKS = {8: 512, 4: 256, 2: 64}  # the fewer levels, the more a scale of their own matters to small values
 FEWEST_LEVELS = 7  # with fewer, the sum's 8 bits tell no more than packed words of 4
 HEADROOM = 2.0  # predicted scales: over the mean of the ranks' largest
 LOWEST = 2.0**-10  # predicted scales: of the largest one, so that a block that was all zeros can grow again
@@ -23,7 +24,7 @@ LOWEST = 2.0**-10  # predicted scales: of the largest one, so that a block that 
 
 def maxnorm(
     bits: Literal[2, 4, 8] = 8,  # lower = fewer bytes, noisier gradient
-    block: Annotated[int, Field(ge=8)] = 512,  # elements that share a scale; lower = finer scales, 32/block more bits
+    block: Annotated[int, Field(ge=8)] | None = None,  # that share a scale; lower = finer, 32/block more bits
     predicted: bool = False,  # true = scales guessed from the last step: one round trip less, large values cut off
 ) -> Reducer:
     """Stochastic rounding to whole numbers whose scale all ranks share (QSGD-MaxNorm).
@@ -34,11 +35,13 @@ def maxnorm(
     2(n−1)/n·(P·bits/8 + 4P/block), a part padded to 8 elements a block. Unbiased; variance at most M²/(4s²)/n per
     element (packed: that and the same once more for the mean's own scale).
 
+    `block` is 512 elements for 8 bits, 256 for 4 and 64 for 2 unless told otherwise.
+
     `predicted` takes twice the mean of the ranks' largest values in the last step for M. What is cut off is counted
     in the state ("saturated") and is part of the error, so that error_feedback sends it later. It sends 2 bytes a block
     with the sum, and no scales. Packed words carry their own scales and need no prediction.
 
-    Wire: 8 bits per element, or 4, or 2; sums on the wire with 8 bits and up to 18 ranks.
+    Wire: 8 bits per element, or 4, or 2.5; sums on the wire with 8 bits and up to 18 ranks.
 
     Alistarh et al., "QSGD", NeurIPS 2017; Vineeth S., "Quantization for Distributed Optimization", 2021.
 
@@ -50,6 +53,8 @@ def maxnorm(
     >>> thinwire.simulate(train, ranks=2)
     [[42.0, -14.0], [42.0, -14.0]]
     """
+
+    block = block or BLOCKS[bits]
 
     def init(x: Tensor) -> State:
         if not predicted:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from thinwire.comm.base import Comm
-from thinwire.reducers.base import Named, Reduced, Reducer, State, nothing_lost
+from thinwire.reducers.base import Named, Reduced, Reducer, State, in_order, nothing_lost
 
 
 def mean() -> Reducer:
@@ -33,6 +33,6 @@ def mean() -> Reducer:
             flat = comm.mean(torch.cat([t.reshape(-1) for t in same.values()]))
             parts = flat.split([t.numel() for t in same.values()])
             out |= {name: part.view(t.shape) for (name, t), part in zip(same.items(), parts, strict=True)}
-        return Reduced({name: out[name] for name in tensors}, nothing_lost(tensors), state)
+        return Reduced(in_order(out, tensors), nothing_lost(tensors), state)
 
     return Reducer(init, reduce)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from thinwire.comm.base import Comm
-from thinwire.reducers.base import Named, Reduced, Reducer, State, contracting, nested, part_of
+from thinwire.reducers.base import Named, Reduced, Reducer, State, contracting, in_order, nested, part_of
 from thinwire.reducers.mean import mean
 
 
@@ -36,12 +36,11 @@ def partition(
         outs = {part: parts[part].reduce(some, part_of(state, part), comm) for part, some in split(tensors).items()}
 
         def error() -> Named:
-            lost = {name: t for out in outs.values() for name, t in out.error().items()}
-            return {name: lost[name] for name in tensors}
+            return in_order({name: t for out in outs.values() for name, t in out.error().items()}, tensors)
 
         found = {name: t for out in outs.values() for name, t in out.mean.items()}
         kept = {key: t for part, out in outs.items() for key, t in nested(out.state, part).items()}
-        return Reduced({name: found[name] for name in tensors}, error, kept)
+        return Reduced(in_order(found, tensors), error, kept)
 
     return Reducer(
         init, reduce, keeps_errors=matrices.keeps_errors or vectors.keeps_errors,

@@ -30,11 +30,12 @@ def sign(
     """
 
     def average(x: Tensor, draw: Draw, state: State, comm: Comm) -> Averaged:
-        count = kernels.num_blocks(x.numel(), block)
-        filled = torch.nn.functional.pad(x.abs(), (0, count * block - x.numel())).view(count, block).sum(1)
+        width = min(block, x.numel())
+        count = kernels.num_blocks(x.numel(), width)
+        filled = torch.nn.functional.pad(x.abs(), (0, count * width - x.numel())).view(count, width).sum(1)
         size = comm.mean(filled)
-        size[:-1] /= block
-        size[-1] /= x.numel() - (count - 1) * block
+        size[:-1] /= width
+        size[-1] /= x.numel() - (count - 1) * width
         negative = (x < 0).to(torch.int8)
 
         def majority(votes: Tensor) -> Tensor:
@@ -43,7 +44,7 @@ def sign(
             return torch.where(against == 0, coin, against > 0).to(torch.int8)
 
         voted = combined(negative, 1, majority, 1, comm, signed=False)
-        mean = kernels.dequantise(1 - 2 * voted, size, 1, block)
-        return Averaged(mean, lambda: kernels.lost(x, 1 - 2 * negative, size, 1, block))
+        mean = kernels.dequantise(1 - 2 * voted, size, 1, width)
+        return Averaged(mean, lambda: kernels.lost(x, 1 - 2 * negative, size, 1, width))
 
     return on_vectors(average)

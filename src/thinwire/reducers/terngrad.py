@@ -47,6 +47,7 @@ def terngrad(
 
 def _rms(x: Tensor, block: int) -> Tensor:
     """Root mean square of each block; NaN where a value is not finite."""
+    block = min(block, x.numel())
     count = kernels.num_blocks(x.numel(), block)
     rows = torch.nn.functional.pad(x, (0, count * block - x.numel())).view(count, block)
     sizes = torch.full((count,), block, device=x.device)
