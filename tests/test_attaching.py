@@ -155,13 +155,117 @@ def test_steps_that_a_scaler_skips_leave_no_trace(process_world: ProcessWorld) -
     assert process_world.run(with_scaler, 4, False)[0][3] > 1
 
 
+def scaled_or_not(comm: Comm) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """With a scale that is a power of two and never overflows, every number is the same."""
+    results = []
+    for init_scale in (None, 1024.0):
+        ddp = DistributedDataParallel(copy.deepcopy(DEEP))
+        scaler = torch.amp.GradScaler("cpu", init_scale=init_scale or 1.0, enabled=init_scale is not None)
+        attached = tw.attach(ddp, "error_feedback(maxnorm(bits=4))", parcel_mb=0.02, scaler=scaler)
+        optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+        for x, y in split(comm, 5):
+            optimizer.zero_grad()
+            scaler.scale(loss(ddp(x), y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        attached.close()
+        results.append(weights(ddp.module))
+    return results[0], results[1]
+
+
+def test_a_loss_scale_changes_nothing(process_world: ProcessWorld) -> None:
+    for plain, scaled in process_world.run(scaled_or_not, 4):
+        assert same(plain, scaled)
+
+
+class Overflow(torch.autograd.Function):
+    """Passes on, but gradients become infinite on the way back when asked."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sick: bool) -> Tensor:
+        ctx.sick = sick
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * (float("inf") if ctx.sick else 1.0), None
+
+
+class Sick(nn.Module):
+    """Three layers; only the first gets an infinite gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(copy.deepcopy([PLAIN[0], PLAIN[2], PLAIN[4]]))
+        self.sick = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = Overflow.apply(self.layers[0](x), self.sick)  # type: ignore[no-untyped-call]
+        out: Tensor = self.layers[2](self.layers[1](first).tanh())
+        return out
+
+
+def partly_sick(comm: Comm) -> tuple[int, bool, bool]:
+    ddp = DistributedDataParallel(Sick())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    attached = tw.attach(ddp, "error_feedback(maxnorm(bits=2))", parcel_mb=0.001, scaler=scaler)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    unchanged = skipped = False
+    for i, (x, y) in enumerate(split(comm, 4)):
+        before, states = weights(ddp.module), copy.deepcopy(attached.state_dict()["reducer"])
+        ddp.module.sick = i == 2 and comm.rank == 0
+        optimizer.zero_grad()
+        scaler.scale(loss(ddp(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if i == 2:
+            skipped = same(before, weights(ddp.module))
+            unchanged = all(same(a, b) for a, b in zip(states, attached.state_dict()["reducer"], strict=True))
+    attached.close()
+    return len(states), skipped, unchanged
+
+
+def test_a_skipped_step_changes_no_parcels_residual(process_world: ProcessWorld) -> None:
+    """Also not of those parcels whose own result was finite."""
+    for num_parcels, skipped, unchanged in process_world.run(partly_sick, 4):
+        assert num_parcels > 1
+        assert skipped
+        assert unchanged
+
+
+def closed_and_copied(comm: Comm) -> tuple[str, str]:
+    ddp = DistributedDataParallel(nn.Linear(3, 2))
+    attached = tw.attach(ddp, "maxnorm")
+    assert copy.deepcopy(attached) is None, "a copy of the DDP has no exchange"
+    state = attached.state_dict()
+    with pytest.raises(tw.UsageError) as caught:
+        attached.load_state_dict({**state, "reducer spec": "sign"})
+    with pytest.raises(tw.UsageError, match="of rank 7 of 8"):
+        attached.load_state_dict({**state, "rank": "7 of 8"})
+    with pytest.raises(tw.UsageError, match="of reducer spec None"):
+        attached.load_state_dict({})
+    attached.close()
+    attached.close()
+    with pytest.raises(RuntimeError) as after:
+        ddp(torch.ones(1, 3)).sum().backward()
+    return str(after.value), str(caught.value)
+
+
+def test_a_closed_exchange_says_so_and_states_of_others_are_refused(process_world: ProcessWorld) -> None:
+    for after, other in process_world.run(closed_and_copied, 4):
+        assert "was closed" in after
+        assert "the state is of reducer spec sign, and this is reducer spec maxnorm" in other
+
+
 def mistakes(comm: Comm) -> list[str]:
     found = []
     ddp = DistributedDataParallel(nn.Linear(3, 2))
     for wrong, spec, options in (
         (nn.Linear(3, 2), "mean", {}),
         (ddp, "maxnorm(bits=3)", {}),
-        (ddp, "mean", {"parcel_mb": 0}),
+        (ddp, "mean", {"parcel_mb": float("nan")}),
+        (ddp, None, {}),
+        (ddp, "data_parallel", {}),
     ):
         with pytest.raises(tw.UsageError) as caught:
             tw.attach(wrong, spec, **options)
@@ -183,6 +287,8 @@ def test_mistakes_are_explained(process_world: ProcessWorld) -> None:
             "wrap the model in Distributed",
             "should be 2, 4 or 8",
             "more than 0",
+            "is not a spec",
+            "is a strategy, not a reducer",
             "has, or had, an exchange",
             "hook",
         ]

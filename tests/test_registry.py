@@ -85,3 +85,10 @@ def test_every_module_of_the_table_is_ours() -> None:
     for kind, name in EVERYTHING:
         module, _ = registry.find(kind, name)
         assert importlib.import_module(module).__name__.startswith("thinwire.")
+
+
+def test_a_name_of_another_kind_is_recognised() -> None:
+    with pytest.raises(UsageError, match=r"maxnorm is a reducer, not a strategy; try data_parallel\(reducer=maxnorm\)"):
+        registry.check("strategies", "maxnorm")
+    with pytest.raises(UsageError, match="data_parallel is a strategy, not a reducer"):
+        registry.check("reducers", "data_parallel")

@@ -31,16 +31,26 @@ class Attached:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, tensors by parameter name; every rank has its own."""
-        return {"spec": self._spec, "reducer": self._exchange.states}
+        return {**self._identity(), "reducer": self._exchange.states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state; refused if it is of another model, reducer or parcel size."""
-        if state.get("spec") != self._spec:
-            raise UsageError(f"the state is of {state.get('spec')}, and this exchange is {self._spec}; attach that one")
+        for what, here in self._identity().items():
+            there = state.get(what)
+            if there != here:
+                raise UsageError(f"the state is of {what} {there}, and this is {what} {here}; load the one that fits")
         self._exchange.states = restored(self._exchange.states, state["reducer"])
 
+    def _identity(self) -> dict[str, Any]:
+        comm = self._exchange.comm
+        return {"reducer spec": self._spec, "rank": f"{comm.rank} of {comm.size}", "parcels": self._exchange.parcels}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the DDP, or one that is saved whole, has no exchange."""
+        return type(None), ()
+
     def close(self) -> None:
-        """End the communication thread and its groups, and with them the DDP's training; else the process's end does."""
+        """End the communication thread and its groups; then this DDP can train no more. Else the process's end does."""
         self._exchange.comm.close()
 
 
@@ -68,7 +78,7 @@ def attach(
     """
     if not isinstance(ddp, DistributedDataParallel):
         raise UsageError(f"attach: {type(ddp).__name__} given; wrap the model in DistributedDataParallel first")
-    if parcel_mb <= 0:
+    if not parcel_mb > 0:
         raise UsageError(f"attach: parcel_mb={parcel_mb}; possible: more than 0")
     if getattr(ddp, "_thinwire", None) is not None:
         raise UsageError("attach: this DDP has, or had, an exchange; it takes one for its whole life. Make a new DDP")
@@ -76,7 +86,7 @@ def attach(
     comm = beside(ddp.process_group, next(ddp.parameters()).device)
     scale = None if scaler is None else scaler.get_scale
     try:
-        exchange = Overlapped(ddp, reducer, comm, parcel_mb, scale)
+        exchange = Overlapped(ddp, reducer, comm, parcel_mb, scale, in_own_loop=True)
     except RuntimeError as error:
         comm.close()
         raise UsageError(f"attach: DDP refuses ({str(error).splitlines()[0]}); attach before any other hook") from error

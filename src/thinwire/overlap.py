@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.comm.base import Comm
 from thinwire.comm.process import GradBucket, ProcessComm
 from thinwire.errors import RunError, UsageError
-from thinwire.reducers.base import Named, Reducer, State
+from thinwire.progress import say
+from thinwire.reducers.base import Named, Reduced, Reducer, State
 
 FIRST_PARCEL_BYTES = 2**20  # small, so that the wire is busy early in the backward pass
 DDP_BUCKET_MB = 25  # DDP's own size; only when it is left alone does its first bucket stay small too
@@ -150,11 +151,15 @@ class Overlapped:
         comm: ProcessComm,
         parcel_mb: float,
         scale: Callable[[], float] | None = None,  # what gradients are multiplied by; reducers see them without
+        in_own_loop: bool = False,  # nobody calls `finish`, or looks at `error`
     ) -> None:
         self.comm = comm
         self.reducer = reducer
         self.forward = ddp
         self.scale = scale
+        self.in_own_loop = in_own_loop
+        self._held: dict[int, State] = {}  # until it is known whether a loss scaler will skip the step
+        self._finite = True
         trained = {n: p for n, p in ddp.module.named_parameters() if p.requires_grad}
         self.parameters = {n: p for n, p in trained.items() if n not in ddp.parameters_to_ignore}
         self.names = {id(p): n for n, p in self.parameters.items()}
@@ -237,6 +242,8 @@ class Overlapped:
                 self._release()
         except BaseException as error:
             self.error = error
+            if self.in_own_loop:  # DDP will only tell that something could not be cast to a tensor
+                say(f"thinwire: exchanging gradients failed: {type(error).__name__}: {error}")
             for waiting in self._waiting:
                 waiting.future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it wrongly
             self._waiting.clear()
@@ -245,14 +252,26 @@ class Overlapped:
         scale = 1.0 if self.scale is None else self.scale()
         given = gradients if scale == 1.0 else {name: g / scale for name, g in gradients.items()}
         reduced = self.reducer.reduce(given, self.states[parcel], self.comm)
-        self.states[parcel] = reduced.state
+        self._keep(parcel, reduced)
         means = [reduced.mean[name] for name in gradients]
         if scale != 1.0:
             torch._foreach_mul_(means, scale)
         torch._foreach_copy_(list(gradients.values()), means)  # one kernel
-        if self.forward.find_unused_parameters:
+        if self.forward.find_unused_parameters and not self.in_own_loop:
             self._late |= reduced.mean
         self._reduced |= gradients.keys()
+
+    def _keep(self, parcel: int, reduced: Reduced) -> None:
+        """With a loss scaler, a step in which any result is not finite is skipped: then all states stay as before."""
+        if self.scale is None:
+            self.states[parcel] = reduced.state
+            return
+        self._held[parcel] = reduced.state
+        self._finite = self._finite and all(bool(t.isfinite().all()) for t in reduced.mean.values())
+        if len(self._held) == len(self.parcels):
+            if self._finite:
+                self.states = [self._held[i] for i in range(len(self.parcels))]
+            self._held, self._finite = {}, True
 
     def _release(self) -> None:
         """Tell DDP of every bucket whose gradients are all reduced."""

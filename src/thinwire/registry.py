@@ -97,7 +97,7 @@ def build(kind: str, spec: Spec | str, *leading: Any) -> Any:
     >>> build("schedules", "cosine(warmup_epochs=1)")(0.5, 10)
     0.5
     """
-    spec = parse(spec) if isinstance(spec, str) else spec
+    spec = spec if isinstance(spec, Spec) else parse(spec)
     return call(load(kind, spec.name), spec, *leading)
 
 
@@ -108,7 +108,7 @@ def call(target: Any, spec: Spec, *leading: Any) -> Any:
 
 def check(kind: str, spec: Spec | str) -> None:
     """Raise UsageError unless the spec names a registered thing and all its options are valid."""
-    spec = parse(spec) if isinstance(spec, str) else spec
+    spec = spec if isinstance(spec, Spec) else parse(spec)
     options(load(kind, spec.name), spec)
 
 
@@ -127,7 +127,7 @@ def _elsewhere(kind: str, name: str) -> UsageError | None:
         return None
     example = f"; try data_parallel(reducer={name})" if (kind, other) == ("strategies", "reducers") else ""
     return UsageError(
-        f"{name} is a {SINGULAR[other]}, not a {SINGULAR[kind]}{example}. Possible here: {', '.join(sorted(TABLE[kind]))}"
+        f"{name} is a {SINGULAR[other]}, not a {SINGULAR[kind]}{example}. Possible: {', '.join(sorted(TABLE[kind]))}"
     )
 
 

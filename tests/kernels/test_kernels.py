@@ -72,6 +72,27 @@ def test_rounding_goes_to_a_neighbour_and_nearest_to_the_nearest(levels: int) ->
     torch.testing.assert_close(kernels.lost(x, codes, scales, levels, 512), x - values, rtol=0, atol=1e-6)
 
 
+def test_vectors_that_do_not_fit_into_the_cache_are_treated_alike_everywhere() -> None:
+    x = vector(3 * eager.CACHED_ELEMENTS + 777)
+    scales = kernels.largest(x, 512)
+    top = scales.repeat_interleave(512)[: len(x)]
+    assert torch.equal(scales, torch.stack([part.abs().max() for part in x.split(512)]))
+    codes = kernels.quantise(x, scales, 31, 512, key=None)
+    assert torch.equal(codes, (x * (31 / scales).repeat_interleave(512)[: len(x)]).round().to(torch.int8))
+    values = kernels.dequantise(codes, scales, 31, 512)
+    assert torch.equal(values, codes * (top / 31))
+    assert torch.equal(kernels.lost(x, codes, scales, 31, 512), x - values)
+    drawn = kernels.quantise(x, scales, 31, 512, key=5)
+    assert (drawn - x * 31 / top).abs().max() <= 1.001
+
+
+@pytest.mark.parametrize("extreme", [-(2**31), -(2**31) + 1, 2**31 - 1])
+def test_no_dither_moves_a_whole_number(extreme: int) -> None:
+    dither = torch.tensor([extreme], dtype=torch.int32) * hashing.DITHER
+    whole = torch.arange(-127.0, 128.0)
+    assert torch.equal((whole + dither).round(), whole)
+
+
 def test_the_same_key_gives_the_same_and_another_key_another() -> None:
     x, scales = vector(4096), torch.full((8,), 4.0)
     one, again, other = (kernels.quantise(x, scales, 31, 512, key) for key in (5, 5, 6))

@@ -262,6 +262,82 @@ def test_a_step_that_is_not_finite_leaves_feedback_as_it_was() -> None:
     assert all(torch.equal(a.mean["p0"], b.mean["p0"]) for a, b in zip(well, after, strict=True))
 
 
+def test_parcels_with_equal_data_are_rounded_otherwise() -> None:
+    def run(comm: Comm) -> list[Tensor]:
+        data = torch.linspace(-1, 1, 400)
+        return [steps(comm, spec, [{name: data}])[0].error()[name] for name in ("a", "b") for spec in specs]
+
+    specs = ["maxnorm(bits=4)", "global_randk(ratio=1.0, inner=maxnorm(bits=4))"]
+    plain_a, drawn_a, plain_b, drawn_b = tw.simulate(run, ranks=2)[0]
+    assert not torch.equal(plain_a, plain_b)
+    assert not torch.equal(drawn_a, drawn_b)
+
+
+def test_coins_fall_otherwise_in_the_next_step() -> None:
+    def run(comm: Comm) -> list[Reduced]:
+        return steps(comm, "sign", [{"w": torch.ones(500) * (1 - 2 * comm.rank)}] * 2)
+
+    first, second = tw.simulate(run, ranks=2)[0]
+    assert 150 < (first.mean["w"] != second.mean["w"]).sum() < 350
+
+
+@pytest.mark.parametrize("count", [100, 512, 700])
+def test_terngrad_cuts_off_at_so_many_standard_deviations(count: int) -> None:
+    def run(comm: Comm) -> Tensor:
+        x = torch.ones(count)
+        x[-1] = 50.0
+        return steps(comm, "terngrad(clip=2.0)", [{"w": x}])[0].mean["w"].max()
+
+    last = torch.ones(count)
+    last[-1] = 50.0
+    block = last[512:] if count > 512 else last
+    expected = 2.0 * block.square().mean().sqrt()
+    assert tw.simulate(run, ranks=1)[0] == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e25, 1e38])
+@pytest.mark.parametrize(
+    "spec", ["maxnorm", "maxnorm(predicted=True)", "maxnorm_multiscale", "terngrad", "error_feedback(maxnorm(bits=4))",
+             "global_randk(ratio=0.5)", "powersgd(rank=1)", "topk"],
+)  # fmt: skip
+def test_very_small_and_very_large_gradients_are_gradients(spec: str, size: float) -> None:
+    def run(comm: Comm) -> list[Reduced]:
+        large = tensors(comm.rank, 0, [(20, 30)])["p0"].clamp(-1, 1) * size
+        return steps(comm, spec, [{"w": large}] * 3 + [{"w": torch.ones(20, 30)}] * 30)
+
+    outs = tw.simulate(run, ranks=2)[0]
+    if not (size == 1e38 and ("powersgd" in spec or "randk" in spec)):  # sums and multiples of those are beyond float32
+        assert all(out.mean["w"].isfinite().all() and out.mean["w"].any() for out in outs[:3])
+        assert outs[2].mean["w"].abs().max() > 0.01 * size
+    if "feedback" not in spec and "powersgd" not in spec:  # those still deliver what came before
+        assert all(out.mean["w"].isfinite().all() for out in outs[3:])
+        if spec == "maxnorm(predicted=True)" and size == 1e-30:
+            return  # its scales grow fourfold a step
+        assert outs[-1].mean["w"].mean() == pytest.approx(1.0, abs=0.95)
+
+
+def test_powersgd_recovers_from_zeros_where_unit_vectors_would_never_meet_a_gradient() -> None:
+    def run(comm: Comm) -> list[Reduced]:
+        rest = [tensors(comm.rank, i, [(40, 50)])["p0"] + 1 for i in range(20)]
+        for gradient in rest:
+            gradient[:4] = 0
+            gradient[:, :4] = 0
+        return steps(comm, "powersgd(rank=4)", [{"w": torch.zeros(40, 50)}] + [{"w": g} for g in rest])
+
+    outs = tw.simulate(run, ranks=2)[0]
+    assert all(out.mean["w"].any() for out in outs[2:])
+    assert outs[-1].state["residual/w"].norm() < 200
+
+
+def test_predicted_scales_do_not_drown_small_blocks() -> None:
+    def run(comm: Comm) -> list[Reduced]:
+        given = {"w": torch.cat([torch.full((512,), 1e5), torch.ones(512)])}
+        return steps(comm, "maxnorm(predicted=True)", [given] * 4)
+
+    for out in tw.simulate(run, ranks=2)[0]:
+        assert out.mean["w"][512:].sub(1).abs().max() < 0.2
+
+
 # ---- mistakes
 
 
@@ -271,6 +347,8 @@ def test_a_step_that_is_not_finite_leaves_feedback_as_it_was() -> None:
         ("maxnorm(bits=0)", "bits=0 is not possible: should be 2, 4 or 8"),
         ("maxnorm(bits=16)", "should be 2, 4 or 8"),
         ("maxnorm(block=0)", "greater than or equal to 8"),
+        ("maxnorm(block=12)", "multiple of 8"),
+        ("maxnorm(bits=4, predicted=True)", "try bits=8"),
         ("maxnorm_multiscale(scales=1)", "greater than or equal to 2"),
         ("global_randk(ratio=2)", "ratio=2 is not possible: should be less than or equal to 1"),
         ("global_randk(ratio=0)", "greater than 0"),
@@ -281,7 +359,7 @@ def test_a_step_that_is_not_finite_leaves_feedback_as_it_was() -> None:
         ("error_feedback", "inner is missing; give a reducer, for example error_feedback(maxnorm)"),
         ("error_feedback(inner=4)", "is not a reducer"),
         ("error_feedback(maxnrm)", "did you mean 'maxnorm'"),
-        ("error_feedback(error_feedback(sign))", "count that twice; use it alone"),
+        ("error_feedback(error_feedback(sign))", "would count that twice; use it alone"),
         ("error_feedback(powersgd)", "count that twice"),
         ("error_feedback(warmup(powersgd))", "count that twice"),
         ("error_feedback(partition(powersgd))", "count that twice"),

@@ -50,10 +50,10 @@ def index_bits(scales: int) -> int:
 def finest_that_fits(x: Tensor, tops: Tensor, scales: int, block: int) -> Tensor:
     """For each number, the largest j < scales with |x| ≤ 4^−j·(top of its block). Looks at x, not at what it is rounded
     to, which would make the choice depend on the rounding and the mean wrong."""
-    top = tops.repeat_interleave(block)[: x.numel()]
+    top = tops.repeat_interleave(min(block, x.numel()))[: x.numel()]
     size = x.abs()
     fits = [size <= top * 2.0 ** (-STEP_BITS * j) for j in range(1, scales)]
-    return torch.stack(fits).sum(0, dtype=torch.int8) if fits else torch.zeros_like(x, dtype=torch.int8)
+    return torch.stack(fits).sum(0, dtype=torch.int8)
 
 
 def magnified(x: Tensor, finest: Tensor) -> Tensor:

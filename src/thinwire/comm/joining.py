@@ -98,7 +98,9 @@ def beside(group: dist.ProcessGroup, device: torch.device) -> ProcessComm:
     """A comm of its own for all ranks, beside a group that somebody else is using. Collective."""
     if group.size() != dist.get_world_size():
         raise UsageError(f"a process group of {group.size()} of {dist.get_world_size()} ranks; possible: all ranks")
-    groups = (dist.new_group(backend=dist.get_backend()), dist.new_group(backend=dist.get_backend()))
+    on_gpu = device.type == "cuda" and "nccl" in str(dist.get_backend_config(group))
+    backend = "nccl" if on_gpu else "gloo"
+    groups = (dist.new_group(backend=backend), dist.new_group(backend=backend))
     comm = ProcessComm(groups, "world", Ledger(), device, _nodes(device))
     atexit.register(comm.close)
     return comm

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from thinwire import kernels
@@ -15,6 +16,7 @@ from thinwire.data import mix
 from thinwire.errors import RunError
 
 Named = dict[str, Tensor]  # by parameter name
+Block = Annotated[int, Field(ge=8, multiple_of=8)]  # elements that share a scale
 State = dict[str, Tensor]  # plain tensors, so that checkpoints need nothing special; the same names for ever
 
 
@@ -147,12 +149,16 @@ def part_of(state: State, name: str) -> State:
 
 def restored(states: list[State], saved: list[State]) -> list[State]:
     """Saved states in place of the present ones, on their devices; refused unless nothing is missing or left over."""
-    if [s.keys() for s in saved] != [s.keys() for s in states]:
+    if [_outline(s) for s in saved] != [_outline(s) for s in states]:
         missing = [key for now, then in zip(states, saved, strict=False) for key in now if key not in then]
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        what = f"it lacks {missing[0]}{more}" if missing else "it has other parts"
+        what = f"it lacks {missing[0]}{more}" if missing else "its tensors are others, or have other shapes"
         raise RunError(
             f"the saved state of the reducer does not fit ({what}), and without it the result would be another; "
             "use one of the same model, reducer and parcel_mb, or begin anew"
         )
     return [{key: then[key].to(now[key].device) for key in now} for now, then in zip(states, saved, strict=True)]
+
+
+def _outline(state: State) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {key: (t.shape, t.dtype) for key, t in state.items()}

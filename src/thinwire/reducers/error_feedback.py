@@ -37,7 +37,7 @@ def error_feedback(
     """
     if inner.keeps_errors:
         raise UsageError(
-            "error_feedback: inner keeps what it loses itself, as powersgd does, and feedback around it would count that "
+            "error_feedback: inner keeps what it loses itself, as powersgd does; feedback around it would count that "
             "twice; use it alone"
         )
     inner = contracting(inner)
@@ -64,4 +64,4 @@ def error_feedback(
 
 
 def _all_finite(tensors: Named) -> bool:
-    return bool(torch.stack([t.sum(dtype=torch.float32) for t in tensors.values()]).isfinite().all())
+    return bool(torch.stack([t.isfinite().all() for t in tensors.values()]).all())

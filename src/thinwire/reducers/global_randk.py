@@ -47,13 +47,14 @@ def global_randk(
         chosen, sizes = chosen_coordinates(x.numel(), num_chosen(x.numel(), ratio), draw.key(), x.device)
         weights = sizes if draw.unbiased else torch.ones_like(sizes)
         using = inner if draw.unbiased else contracting(inner)
-        alarm = (x.sum() * 0).view(1)
-        out = using.reduce({"chosen": torch.cat([x[chosen] * weights, alarm])}, part_of(state, "inner"), comm)
-        values, alarm = out.mean["chosen"].split([len(chosen), 1])
+        alarm = torch.where(x.isfinite().all(), 0.0, torch.nan).view(1)
+        name = f"chosen in {draw.number}"  # another one in every parcel and step, for other random numbers
+        out = using.reduce({name: torch.cat([x[chosen] * weights, alarm])}, part_of(state, "inner"), comm)
+        values, alarm = out.mean[name].split([len(chosen), 1])
         result = torch.zeros_like(x).index_copy_(0, chosen, values) + alarm * 0
 
         def error() -> Tensor:
-            return x.index_copy(0, chosen, x[chosen] * (1 - weights) + out.error()["chosen"][:-1])
+            return x.index_copy(0, chosen, x[chosen] * (1 - weights) + out.error()[name][:-1])
 
         return Averaged(result, error, nested(out.state, "inner"))
 
@@ -75,6 +76,6 @@ def chosen_coordinates(count: int, chosen: int, key: int, device: torch.device) 
     >>> chosen_coordinates(6, 6, 0, torch.device("cpu"))[0].tolist()
     [0, 1, 2, 3, 4, 5]
     """
-    bounds = torch.arange(chosen + 1, device=device) * count // max(1, chosen)
+    bounds = torch.arange(chosen + 1, device=device) * count // chosen
     sizes = bounds.diff()
     return bounds[:-1] + (uniform(chosen, key, device) * sizes).long(), sizes.float()

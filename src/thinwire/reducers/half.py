@@ -13,7 +13,7 @@ def fp16() -> Reducer:
     """Gradients as float16: 11 significant bits, from 6·10⁻⁸ to 65504.
 
     out = Σᵢ half(gᵢ/n).  Wire bytes per rank: 2(n−1)/n · 2P. What is too large becomes inf, on all ranks; what is too
-    small, zero: prefer bf16 unless a loss scale is in use.
+    small, zero: prefer bf16 unless a loss scale is in use. As with bf16, sums are rounded on the way.
 
     Wire: 16 bits per element; sums on the wire.
     """

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from thinwire import kernels
 from thinwire.codecs.words import words
 from thinwire.comm.base import Comm
+from thinwire.errors import UsageError
 from thinwire.progress import say_once
-from thinwire.reducers.base import Averaged, Draw, Reducer, State, on_vectors
+from thinwire.reducers.base import Averaged, Block, Draw, Reducer, State, on_vectors
 from thinwire.reducers.owners import coded_mean
 
 LARGEST_SUM = 127  # of int8
 BLOCKS = {8: 512, 4: 256, 2: 64}  # the fewer levels, the more a scale of their own matters to small values
 FEWEST_LEVELS = 7  # with fewer, the sum's 8 bits tell no more than packed words of 4
 HEADROOM = 2.0  # predicted scales: over the mean of the ranks' largest
-LOWEST = 2.0**-10  # predicted scales: of the largest one, so that a block that was all zeros can grow again
+LARGEST_SCALE = 2.0**126  # twice that is still a float32
+LOWEST = 2.0**-20  # predicted scales: of the largest one, so that a block that was all zeros can grow again
 
 
 def maxnorm(
     bits: Literal[2, 4, 8] = 8,  # lower = fewer bytes, noisier gradient
-    block: Annotated[int, Field(ge=8)] | None = None,  # that share a scale; lower = finer, 32/block more bits
+    block: Block | None = None,  # elements that share a scale; lower = finer scales, 32/block more bits
     predicted: bool = False,  # true = scales guessed from the last step: one round trip less, large values cut off
 ) -> Reducer:
     """Stochastic rounding to whole numbers whose scale all ranks share (QSGD-MaxNorm).
@@ -38,8 +39,9 @@ def maxnorm(
     `block` is 512 elements for 8 bits, 256 for 4 and 64 for 2 unless told otherwise.
 
     `predicted` takes twice the mean of the ranks' largest values in the last step for M. What is cut off is counted
-    in the state ("saturated") and is part of the error, so that error_feedback sends it later. It sends 2 bytes a block
-    with the sum, and no scales. Packed words carry their own scales and need no prediction.
+    in the state ("saturated") and is part of the error, so that error_feedback sends it later. It sends 2 bytes a
+    block with the sum, and no scales. Cutting off is a bias: without feedback the mean is right only while nothing
+    is. With 8 bits only; packed words carry their own scales.
 
     Wire: 8 bits per element, or 4, or 2.5; sums on the wire with 8 bits and up to 18 ranks.
 
@@ -54,6 +56,8 @@ def maxnorm(
     [[42.0, -14.0], [42.0, -14.0]]
     """
 
+    if predicted and bits < 8:
+        raise UsageError(f"maxnorm: predicted=True with bits={bits}; packed words have their own scales; try bits=8")
     block = block or BLOCKS[bits]
 
     def init(x: Tensor) -> State:
@@ -106,7 +110,7 @@ def _with_guessed_scales(x: Tensor, draw: Draw, state: State, comm: Comm, levels
     total, sizes, breaks = comm.sum(torch.cat([codes, size, broken])).split([len(x), len(scales), len(scales)])
     sound = breaks == 0
     used = torch.where(sound, scales, torch.nan)
-    guess = HEADROOM * kernels.dequantise(sizes, 2 * scales, levels * comm.size, 1)
+    guess = (HEADROOM * kernels.dequantise(sizes, 2 * scales, levels * comm.size, 1)).clamp(max=LARGEST_SCALE)
     cut_off = _count_beyond(x, scales, largest, block)
     kept = {"scales": torch.where(sound, guess, scales), "saturated": state["saturated"] + cut_off}
     mean = kernels.dequantise(total, used, levels * comm.size, block)

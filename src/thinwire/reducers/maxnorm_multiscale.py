@@ -12,7 +12,7 @@ from thinwire import kernels
 from thinwire.codecs.multiscale import finest_that_fits, index_bits, magnified, multiscale
 from thinwire.comm.base import Comm
 from thinwire.progress import say_once
-from thinwire.reducers.base import Averaged, Draw, Reducer, State, on_vectors
+from thinwire.reducers.base import Averaged, Block, Draw, Reducer, State, on_vectors
 from thinwire.reducers.maxnorm import BLOCKS, FEWEST_LEVELS, shared_scales, sum_levels
 from thinwire.reducers.owners import coded_mean, combined
 
@@ -20,7 +20,7 @@ from thinwire.reducers.owners import coded_mean, combined
 def maxnorm_multiscale(
     bits: Literal[2, 4, 8] = 8,  # lower = fewer bytes, noisier gradient
     scales: Annotated[int, Field(ge=2, le=4)] = 2,  # higher = finer steps for small values, 1 or 2 more bits
-    block: Annotated[int, Field(ge=8)] | None = None,  # that share a scale; lower = finer, 32/block more bits
+    block: Block | None = None,  # elements that share a scale; lower = finer scales, 32/block more bits
 ) -> Reducer:
     """Stochastic rounding as in maxnorm, with steps 4 times as fine for values that fit (and 16, 64 times).
 

@@ -42,7 +42,6 @@ def partition(
         kept = {key: t for part, out in outs.items() for key, t in nested(out.state, part).items()}
         return Reduced(in_order(found, tensors), error, kept)
 
-    return Reducer(
-        init, reduce, keeps_errors=matrices.keeps_errors or vectors.keeps_errors,
-        contracting=partition(matrices.contracting, contracting(vectors)) if matrices.contracting else None,
-    )  # fmt: skip
+    differ = matrices.contracting or vectors.contracting
+    under_feedback = partition(contracting(matrices), contracting(vectors)) if differ else None
+    return Reducer(init, reduce, matrices.keeps_errors or vectors.keeps_errors, under_feedback)

@@ -54,7 +54,8 @@ def powersgd(
 
         product = [torch.bmm(*_factors(*each)) for each in zip(mean_p, mean_q, a, v, strict=True)]
         means = {**_shaped(groups, product), **dict(zip(exact, plain, strict=True))}
-        left, right = ([torch.linalg.qr(x).Q for x in side] for side in (mean_p, mean_q))
+        left = [_orthonormal(x, old) for x, old in zip(mean_p, a, strict=True)]
+        right = [_orthonormal(x, old) for x, old in zip(mean_q, v, strict=True)]
 
         def error() -> Named:
             lost = [torch.baddbmm(x, *_factors(*each), alpha=-1) for x, *each in zip(m, p, q, a, v, strict=True)]
@@ -70,6 +71,14 @@ def powersgd(
 def _factors(p: Tensor, q: Tensor, a: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """P·Vᵀ + A·(Qᵀ − AᵀP·Vᵀ) as one product."""
     return torch.cat([p, a], -1), torch.cat([v, q - v @ (p.mT @ a)], -1).mT
+
+
+def _orthonormal(x: Tensor, old: Tensor) -> Tensor:
+    """An orthonormal basis of x's columns; where they span too little, of the old basis too, not of unit vectors that
+    later gradients may never meet."""
+    size = x.abs().amax((1, 2), keepdim=True)
+    basis: Tensor = torch.linalg.qr(x / torch.where(size > 0, size, 1.0) + 1e-6 * old).Q
+    return basis
 
 
 def pays(tensor: Tensor, rank: int) -> bool:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from thinwire import kernels
 from thinwire.comm.base import Comm
 from thinwire.kernels.hashing import uniform
-from thinwire.reducers.base import Averaged, Draw, Reducer, State, on_vectors
+from thinwire.reducers.base import Averaged, Block, Draw, Reducer, State, on_vectors
 from thinwire.reducers.owners import combined
 
 
 def sign(
-    block: Annotated[int, Field(ge=8)] = 512,  # elements that share a size; lower = finer sizes, 32/block more bits
+    block: Block = 512,  # elements that share a size; lower = finer sizes, 32/block more bits
 ) -> Reducer:
     """The sign that most ranks have, times the mean size of the block.
 

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.comm.base import Comm
-from thinwire.reducers.base import Averaged, Draw, Reducer, State, on_vectors
+from thinwire.reducers.base import Averaged, Block, Draw, Reducer, State, on_vectors
 from thinwire.reducers.owners import combined
 
 
 def terngrad(
     clip: Annotated[float, Field(gt=0)] | None = 2.5,  # in standard deviations; lower = less noise, more cut off
-    block: Annotated[int, Field(ge=8)] = 512,  # elements that share a scale; lower = finer scales, 32/block more bits
+    block: Block = 512,  # elements that share a scale; lower = finer scales, 32/block more bits
 ) -> Reducer:
     """Stochastic rounding to −M, 0 or M; the exact sum comes back.
 
@@ -32,7 +32,7 @@ def terngrad(
     def average(x: Tensor, draw: Draw, state: State, comm: Comm) -> Averaged:
         largest = kernels.largest(x, block)
         if clip is not None:
-            largest = torch.minimum(largest, clip * _rms(x, block)).nan_to_num(torch.inf)
+            largest = torch.minimum(largest, clip * _rms(x, largest, block)).nan_to_num(torch.inf)
         scales = comm.max(largest)
         scales = torch.where(scales < torch.inf, scales, torch.nan)
         codes = kernels.quantise(x, scales, 1, block, draw.rounding(comm.rank))
@@ -45,12 +45,12 @@ def terngrad(
     return on_vectors(average)
 
 
-def _rms(x: Tensor, block: int) -> Tensor:
-    """Root mean square of each block; NaN where a value is not finite."""
+def _rms(x: Tensor, largest: Tensor, block: int) -> Tensor:
+    """Root mean square of each block, by way of its largest value, so that no square overflows; NaN if not finite."""
     block = min(block, x.numel())
     count = kernels.num_blocks(x.numel(), block)
     rows = torch.nn.functional.pad(x, (0, count * block - x.numel())).view(count, block)
     sizes = torch.full((count,), block, device=x.device)
     sizes[-1] -= count * block - x.numel()
-    rms = (rows.square().sum(1) / sizes).sqrt()
-    return torch.where(rms < torch.inf, rms, torch.nan)
+    share = rows / torch.where(largest > 0, largest, 1.0)[:, None]
+    return largest * (share.square().sum(1) / sizes).sqrt()

@@ -32,5 +32,5 @@ def warmup(
         out = now(tensors, part_of(state, "inner"), comm)
         return out._replace(state={"step": torch.tensor(step + 1), **nested(out.state, "inner")})
 
-    later = warmup(inner.contracting, steps) if inner.contracting else None
-    return Reducer(init, reduce, inner.keeps_errors, later)
+    under_feedback = warmup(inner.contracting, steps) if inner.contracting else None
+    return Reducer(init, reduce, inner.keeps_errors, under_feedback)
