@@ -163,6 +163,33 @@ def test_resume_is_exact_with_ranks(process_world: ProcessWorld, tmp_path: Path,
         assert timeless(tmp_path / "whole", file) == timeless(tmp_path / "cut", file)
 
 
+def without_residual(comm: Comm, folder: str) -> str:
+    """Take one residual out of the newest checkpoint of a run, and make its manifest fit again."""
+    for manifest in Path(folder).glob(f"checkpoints/*/rank-{comm.rank}.json"):
+        text = json.loads(manifest.read_text())
+        state = text["tree"]["strategy"]["reducer"][0]
+        del state[next(name for name in state if name.startswith("residual/"))]
+        manifest.write_text(json.dumps(text))
+    settings = {"task": "tests.user_task:noisy", "schedule": "constant", "checkpoint_every": 4, "strategy": FEEDBACK}
+    with pytest.raises(RunError) as caught:
+        train(comm, {**settings, "epochs": 3, "out": folder, "resume": True})
+    return str(caught.value)
+
+
+FEEDBACK = "data_parallel(reducer=error_feedback(maxnorm(bits=2)))"
+
+
+def test_resume_with_feedback_is_exact_and_refused_without_its_residual(
+    process_world: ProcessWorld, tmp_path: Path
+) -> None:
+    process_world.run(resume_on, 3, {"strategy": FEEDBACK}, str(tmp_path))
+    assert same_files(tmp_path / "whole", tmp_path / "cut")
+    for file in ("metrics.jsonl", "ledger.jsonl"):
+        assert timeless(tmp_path / "whole", file) == timeless(tmp_path / "cut", file)
+    for message in process_world.run(without_residual, 3, str(tmp_path / "cut")):
+        assert "the saved state of the reducer does not fit (it lacks residual/" in message
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_at_its_step(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="the loss is nan at step 33; try a lower --lr"):
         alone(task="tests.user_task:noisy(fault='nan', step=33)", out=tmp_path / "run", checkpoint_every=10)

@@ -20,14 +20,14 @@ from thinwire.comm.joining import join
 from thinwire.comm.world import find_world
 from thinwire.config import MAY_CHANGE, RunConfig
 from thinwire.data import Loader, mix
-from thinwire.errors import PeerLost, RunError, ThinwireError, UsageError
+from thinwire.errors import PeerLost, ThinwireError, UsageError
 from thinwire.evaluation import evaluate
 from thinwire.meters import Meters
 from thinwire.network import LinkReport
 from thinwire.progress import Progress, Reported, Shown, Silent
 from thinwire.records import RunFolder
 from thinwire.startup import agree, choose_device, fingerprint, open_folder, seed_everything, with_defaults
-from thinwire.strategies.base import CHECK_EVERY_STEPS, Recipe, Strategy
+from thinwire.strategies.base import CHECK_EVERY_STEPS, Recipe, Strategy, not_finite
 from thinwire.summary import count, summarise
 from thinwire.tables import result_table
 from thinwire.tasks.base import load_task
@@ -183,10 +183,7 @@ class Run:
         self.losses.clear()
         if not losses.isfinite().all():
             first = int((~losses.isfinite()).nonzero()[0])
-            raise RunError(
-                f"the loss is {losses[first].item()} at step {self.at.step - len(losses) + first + 1}; "
-                "try a lower --lr, a warm-up (--schedule 'cosine(warmup_epochs=1)') or --clip-norm 1"
-            )
+            raise not_finite(self.at.step - len(losses) + first + 1, losses[first].item())
         self._advance(loss_sum=self.at.loss_sum + losses.sum().item())
         if self.progress.due():
             self.progress.step(self.at.step, losses[-1].item(), samples_per_second, self.comm.ledger.wire_bytes)

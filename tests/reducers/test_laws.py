@@ -181,7 +181,7 @@ def same(one: Named, other: Named) -> bool:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     ranks=st.sampled_from([1, 2, 3, 4, 8]), seed=st.integers(0, 9), sizes=shapes_, half=st.booleans(),
     strided=st.booleans(),
@@ -221,7 +221,7 @@ UNBIASED = [
 @pytest.mark.parametrize("spec", UNBIASED)
 def test_many_draws_give_the_mean(spec: str, ranks: int) -> None:
     """Law 3: each element's average is within five standard errors, and all together are as they should be."""
-    draws = 600
+    draws = 400
     sizes: Shapes = [(4, 9), (5,)]
 
     def run(comm: Comm) -> tuple[Tensor, Tensor]:
@@ -265,12 +265,12 @@ def test_maxnorm_is_no_noisier_than_the_theory_says(bits: int, ranks: int) -> No
 FEEDBACK = [spec for spec in SPECS if registry.build("reducers", spec).keeps_errors and "sign" not in spec]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("spec", FEEDBACK)
 def test_with_feedback_what_is_lost_comes_later(spec: str, ranks: int) -> None:
     """Law 3: the sums of results and of gradients differ by the mean residual alone, and that does not grow."""
     sizes: Shapes = [(20, 30), (17,)]
-    num_steps = 800 if "0.01" in spec else 160  # the rarer an element is sent, the longer until all is as it will be
+    num_steps = 700 if "0.01" in spec else 120  # the rarer an element is sent, the longer until all is as it will be
 
     def run(comm: Comm) -> tuple[list[Named], list[Reduced]]:
         base = flatten(tensors(99, 0, sizes))

@@ -31,7 +31,8 @@ DEFINITIONS = {
     "Bytes sent (wire bytes)": "What a rank handed to the network to send, as thinwire's ledger counts it: the data of "
     "each operation in the pattern it travels in, without the headers of lower layers.",
     "Kernel bytes": "What the operating system's network interfaces counted on the same link, with headers and "
-    "repeated packets. A few per cent above the ledger is normal.",
+    "repeated packets. A few per cent above the ledger is normal, and more where messages are small: each costs "
+    "some hundred bytes of its own.",
     "Sent between nodes": "The part of the bytes sent that left the node of its sender, all ranks together.",
     "Waiting": "The share of training time in which computing stood still for the network, or for another rank.",
     "Samples per s": "Training samples of all ranks per second of training.",

@@ -64,7 +64,8 @@ class Learner:
         self.optimizer = recipe.optimizer(trainable)
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self.num_steps = 0
-        self._norms: list[Tensor] = []  # of gradients, not yet looked at
+        self._loss = torch.zeros(())  # of the last step
+        self._recent: list[Tensor] = []  # loss and norm of the gradient of steps not yet looked at
 
     def backward(self, batch: Batch, exchange: Exchange) -> Tensor:
         """Exchanged gradients of the mean loss over the batch, in `accumulate` pieces; returns that loss."""
@@ -83,7 +84,8 @@ class Learner:
             unfinished = "Expected to have finished reduction" in str(error)  # how DDP reports it, one step late
             raise exchange.error or (no_gradient() if unfinished else error) from None
         exchange.finish()
-        return torch.stack(losses).sum()
+        self._loss = torch.stack(losses).sum()
+        return self._loss
 
     def update(self) -> None:
         """Check, clip, set the learning rate, step."""
@@ -101,16 +103,15 @@ class Learner:
 
     def _check(self, norm: Tensor) -> None:
         """Stop on a gradient that is not finite: at once, but a GPU is looked at only now and then."""
-        self._norms.append(norm)
-        if norm.is_cuda and len(self._norms) < CHECK_EVERY_STEPS:
+        self._recent.append(torch.stack([self._loss.float(), norm.float()]))
+        if norm.is_cuda and len(self._recent) < CHECK_EVERY_STEPS:
             return
-        finite = torch.stack(self._norms).isfinite().tolist()
-        first = self.num_steps + 2 - len(self._norms) + finite.index(False) if False in finite else 0
-        self._norms.clear()
-        if first:
-            raise RunError(
-                f"the gradient is not finite at step {first}; try a lower learning rate, a warm-up or clipping"
-            )
+        recent = torch.stack(self._recent).cpu()
+        self._recent.clear()
+        if not recent.isfinite().all():
+            first = int((~recent.isfinite().all(1)).nonzero()[0])
+            loss = recent[first, 0]
+            raise not_finite(self.num_steps + 2 - len(recent) + first, None if loss.isfinite() else loss.item())
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -126,6 +127,14 @@ class Learner:
 
     def _pieces(self, tensor: Tensor) -> tuple[Tensor, ...]:
         return tensor.tensor_split(max(1, min(self.recipe.accumulate, len(tensor) // 2)))  # BatchNorm needs two
+
+
+def not_finite(step: int, loss: float | None) -> RunError:
+    """The error for a step whose loss, or whose gradient, is not a number."""
+    what = "the gradient is not finite" if loss is None else f"the loss is {loss}"
+    return RunError(
+        f"{what} at step {step}; try a lower --lr, a warm-up (--schedule 'cosine(warmup_epochs=1)') or --clip-norm 1"
+    )
 
 
 def replicate(model: nn.Module, comm: Comm) -> None:
