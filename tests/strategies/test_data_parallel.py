@@ -332,7 +332,7 @@ REDUCERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("ranks", [3])
 @pytest.mark.parametrize("reducer", REDUCERS)
 def test_compressed_training_keeps_ranks_equal_and_resumes_bit_for_bit(world: World, reducer: str, ranks: int) -> None:
     """State is kept by parameter and parcel, so that DDP's regrouping of buckets changes nothing."""
