@@ -55,7 +55,6 @@ def maxnorm(
     >>> thinwire.simulate(train, ranks=2)
     [[42.0, -14.0], [42.0, -14.0]]
     """
-
     if predicted and bits < 8:
         raise UsageError(f"maxnorm: predicted=True with bits={bits}; packed words have their own scales; try bits=8")
     block = block or BLOCKS[bits]
@@ -71,7 +70,7 @@ def maxnorm(
         if bits < 8 or levels < FEWEST_LEVELS:
             if bits == 8 and comm.rank == 0:
                 say_once(f"maxnorm: sums of {comm.size} ranks leave {levels} levels in 8 bits; sending packed words")
-            kept = {name: state[name] for name in init(x)} if predicted else {}
+            kept = {"scales": state["scales"], "saturated": state["saturated"]} if predicted else {}
             return coded_mean(x, lambda even: words(bits, even), block, draw, comm)._replace(state=kept)
         if predicted and state["scales"].any():
             return _with_guessed_scales(x, draw, state, comm, levels, block)

@@ -1,4 +1,4 @@
-"""Matrices of low rank: one factor a step."""
+"""Matrices of low rank, in one round a step."""
 
 from __future__ import annotations
 
