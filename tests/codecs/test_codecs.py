@@ -45,7 +45,7 @@ def test_rows_become_so_many_bytes_and_come_back(name: str, rows: int, width: in
 @pytest.mark.parametrize("name", CODECS)
 def test_many_encodings_give_the_mean(name: str) -> None:
     codec, x = CODECS[name][0](8), matrix(1, 16)
-    found = torch.cat([codec.decode(codec.encode(x, key), 16) for key in range(2000)]).double()
+    found = torch.cat([codec.decode(codec.encode(x.expand(100, 16), key), 16) for key in range(20)]).double()
     errors = found.std(0) / 2000**0.5 + (found.amax(0) - found.amin(0)).max() / 2000
     assert ((found.mean(0) - x[0]) / errors).abs().max() < 5
 

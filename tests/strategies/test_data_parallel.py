@@ -350,8 +350,8 @@ def losses(comm: Comm, spec: str) -> list[float]:
 
 
 @pytest.mark.parametrize("reducer", REDUCERS)
-def test_compressed_training_with_accumulation_and_clipping_learns(world: World, reducer: str) -> None:
-    for found in world(losses, 2, f"data_parallel(reducer={reducer})"):
+def test_compressed_training_with_accumulation_and_clipping_learns(process_world: Any, reducer: str) -> None:
+    for found in process_world.run(losses, 2, f"data_parallel(reducer={reducer})"):
         assert found[-1] < 0.8 * found[0], found
 
 
