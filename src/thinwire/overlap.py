@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire import kernels
 from thinwire.comm.base import Comm
 from thinwire.comm.process import GradBucket, ProcessComm
 from thinwire.errors import RunError, UsageError
@@ -267,7 +268,7 @@ class Overlapped:
             self.states[parcel] = reduced.state
             return
         self._held[parcel] = reduced.state
-        self._finite = self._finite and all(bool(t.isfinite().all()) for t in reduced.mean.values())
+        self._finite = self._finite and all(bool(kernels.all_finite(t)) for t in reduced.mean.values())
         if len(self._held) == len(self.parcels):
             if self._finite:
                 self.states = [self._held[i] for i in range(len(self.parcels))]

@@ -57,6 +57,18 @@ def test_a_block_with_a_value_that_is_not_finite_is_marked(bad: float) -> None:
     assert kernels.largest(x, 10).isinf().tolist() == [False, True, False]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_one_value_that_is_not_finite_is_found(bad: float, dtype: torch.dtype) -> None:
+    for count in (1, 7, 1000):
+        x = vector(count).to(dtype)
+        assert kernels.all_finite(x)
+        x[count // 2] = bad
+        assert not kernels.all_finite(x)
+    assert kernels.all_finite(torch.empty(0, dtype=dtype))
+    assert kernels.all_finite(torch.full((100,), torch.finfo(dtype).max, dtype=dtype))
+
+
 @pytest.mark.parametrize("levels", [1, 7, 31, 127])
 def test_rounding_goes_to_a_neighbour_and_nearest_to_the_nearest(levels: int) -> None:
     x = vector(5000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from thinwire import kernels
 from thinwire.comm.base import Comm
 from thinwire.errors import UsageError
 from thinwire.reducers.base import Named, Reduced, Reducer, State, contracting, nested, part_of
@@ -64,4 +65,4 @@ def error_feedback(
 
 
 def _all_finite(tensors: Named) -> bool:
-    return bool(torch.stack([t.isfinite().all() for t in tensors.values()]).all())
+    return bool(torch.stack([kernels.all_finite(t) for t in tensors.values()]).all())

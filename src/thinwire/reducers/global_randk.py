@@ -8,6 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from thinwire import kernels
 from thinwire.comm.base import Comm
 from thinwire.errors import UsageError
 from thinwire.kernels.hashing import uniform
@@ -47,7 +48,7 @@ def global_randk(
         chosen, sizes = chosen_coordinates(x.numel(), num_chosen(x.numel(), ratio), draw.key(), x.device)
         weights = sizes if draw.unbiased else torch.ones_like(sizes)
         using = inner if draw.unbiased else contracting(inner)
-        alarm = torch.where(x.isfinite().all(), 0.0, torch.nan).view(1)
+        alarm = torch.where(kernels.all_finite(x), 0.0, torch.nan).view(1)
         name = f"chosen in {draw.number}"  # another one in every parcel and step, for other random numbers
         out = using.reduce({name: torch.cat([x[chosen] * weights, alarm])}, part_of(state, "inner"), comm)
         values, alarm = out.mean[name].split([len(chosen), 1])
