@@ -73,7 +73,7 @@ class Comm(ABC):
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor, in rank order, on every rank; shapes must be equal."""
-        payload = _bytes(tensor)
+        payload = num_bytes(tensor)
         sent = formulas.round_the_ring(formulas.all_gather_bytes(payload, self.size), self.size, self.rank)
         return self._booked("all_gather", payload, sent, tensor, lambda: self._all_gather(tensor))
 
@@ -81,23 +81,23 @@ class Comm(ABC):
         """Send parts[j] to rank j; returns what each rank sent here, shaped as `like` (default: as parts)."""
         if len(parts) != self.size:
             raise UsageError(f"all_to_all: {len(parts)} parts given for {self.size} ranks; give one for each rank")
-        payload = sum(map(_bytes, parts))
-        sent = {to: _bytes(part) for to, part in enumerate(parts) if to != self.rank}
+        payload = sum(map(num_bytes, parts))
+        sent = {to: num_bytes(part) for to, part in enumerate(parts) if to != self.rank}
         return self._booked("all_to_all", payload, sent, parts[0], lambda: self._all_to_all(parts, like or parts))
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         """The root's tensor on every rank; the others give one of the same shape."""
-        payload = _bytes(tensor)
+        payload = num_bytes(tensor)
         sent = formulas.broadcast(payload, self.size, self.rank, root, self.backend)
         return self._booked("broadcast", payload, sent, tensor, lambda: self._broadcast(tensor, root))
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Send to one rank, which must call recv; returns once it has, so two ranks must not both send first."""
-        self._booked("send", _bytes(tensor), {to: _bytes(tensor)}, tensor, lambda: self._send(tensor, to))
+        self._booked("send", num_bytes(tensor), {to: num_bytes(tensor)}, tensor, lambda: self._send(tensor, to))
 
     def recv(self, like: Tensor, source: int) -> Tensor:
         """Receive what `source` sends: a tensor shaped like the one given."""
-        return self._booked("recv", _bytes(like), {}, like, lambda: self._recv(like, source))
+        return self._booked("recv", num_bytes(like), {}, like, lambda: self._recv(like, source))
 
     def barrier(self) -> None:
         """Return once every rank is here."""
@@ -126,8 +126,10 @@ class Comm(ABC):
     def _recv(self, like: Tensor, source: int) -> Tensor: ...
 
     def _all_reduced(self, tensor: Tensor, op: Op) -> Tensor:
-        sent = self.all_reduce_sends(_bytes(tensor))
-        return self._booked("all_reduce", _bytes(tensor), sent, tensor, lambda: self._start_reduce(tensor, op).wait())
+        sent = self.all_reduce_sends(num_bytes(tensor))
+        return self._booked(
+            "all_reduce", num_bytes(tensor), sent, tensor, lambda: self._start_reduce(tensor, op).wait()
+        )
 
     def all_reduce_sends(self, payload: int) -> Sent:
         """What this rank sends in an all-reduce of so many bytes."""
@@ -176,8 +178,8 @@ class _Mean:
         comm._await_gpu(tensor)
         self.begin = time.perf_counter()
         self.pending = comm._start_reduce(tensor, "sum")
-        self.sent = comm.all_reduce_sends(_bytes(tensor))
-        self.line = comm.book("all_reduce", _bytes(tensor), self.sent)
+        self.sent = comm.all_reduce_sends(num_bytes(tensor))
+        self.line = comm.book("all_reduce", num_bytes(tensor), self.sent)
         self.result: Tensor | None = None
 
     def wait(self) -> Tensor:
@@ -204,5 +206,6 @@ def gather_json(comm: Comm, value: Any, pad_bytes: int = 1024) -> list[Any]:
     return [json.loads(bytes(t.tolist())) for t in comm.gather(padded)]
 
 
-def _bytes(tensor: Tensor) -> int:
+def num_bytes(tensor: Tensor) -> int:
+    """The size of a tensor's data."""
     return tensor.numel() * tensor.element_size()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket as GradBucket
 
-from thinwire.comm.base import Comm, Op, Pending
+from thinwire.comm.base import Comm, Op, Pending, num_bytes
 from thinwire.comm.ledger import Ledger, Purpose
 from thinwire.errors import PeerLost, UsageError
 
@@ -100,7 +100,7 @@ class ProcessComm(Comm):
     def _all_to_all(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
         given = [_as_bytes(part.detach().contiguous()) for part in parts]
         sent = self._staged(torch.cat(given))
-        sizes, counts = [_count(part) for part in like], [_count(part) for part in given]
+        sizes, counts = [num_bytes(part) for part in like], [num_bytes(part) for part in given]
         out = self._room(sum(sizes), like[0].device)
         _guarded(lambda: dist.all_to_all_single(out, sent, sizes, counts, self.group))
         return _parts(out, like)
@@ -197,14 +197,10 @@ PEER_GRACE_SECONDS = 3.0
 CLOSE_SECONDS = 2.0
 
 
-def _count(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _parts(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Bytes off the wire, moved in one go, as tensors of the wanted shapes, dtypes and device."""
     to_gpu = like[0].device.type == "cuda"
-    chunks = data.to(like[0].device, non_blocking=to_gpu).split([_count(part) for part in like])
+    chunks = data.to(like[0].device, non_blocking=to_gpu).split([num_bytes(part) for part in like])
     return [_restored(chunk, part) for chunk, part in zip(chunks, like, strict=True)]
 
 

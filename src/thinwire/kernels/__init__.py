@@ -1,8 +1,8 @@
 """What compression does to every element, made fast: quantise, dequantise, pack, unpack.
 
 A vector is cut into blocks that share a scale; the last one may be short. `eager` is the reference and works
-everywhere. THINWIRE_KERNELS=compiled asks for the compiled versions, three to four times as fast on a CPU.
-A new version, in Triton say, is a module with the same four functions, added to `_module`.
+everywhere. THINWIRE_KERNELS=compiled asks for the compiled versions, two to three times as fast on a CPU.
+A new version, in Triton say, is a module with the same five functions, added to `_module`.
 """
 
 from __future__ import annotations
