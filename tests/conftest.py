@@ -15,16 +15,22 @@ import torch
 import torch._dynamo  # the first optimizer would import it, and it sets an environment variable
 import torch.distributed as dist
 
-from tests.worlds import ProcessWorld, on_threads
+from tests.worlds import ProcessWorlds, on_threads
+from thinwire.comm.base import Comm
 
 torch.set_num_threads(1)  # tests run beside each other, one a core
 
 
+def _nothing(comm: Comm) -> None:
+    pass
+
+
 @pytest.fixture(scope="session")
-def process_world() -> Iterator[ProcessWorld]:
-    world = ProcessWorld()
-    yield world
-    world.close()
+def process_world() -> Iterator[ProcessWorlds]:
+    worlds = ProcessWorlds()
+    worlds.run(_nothing, 1)  # the fork server stays
+    yield worlds
+    worlds.close()
 
 
 @pytest.fixture(params=["threads", "processes"])

@@ -18,7 +18,7 @@ LAYERS = [
     {"comm", "kernels"},
     {"network", "meters", "codecs"},
     {"reducers"},
-    {"overlap", "checkpoint"},
+    {"overlap", "averaging", "checkpoint"},
     {"strategies", "attaching", "tasks"},
     {"evaluation", "summary", "startup"},
     {"worker", "rendezvous"},

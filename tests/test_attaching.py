@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire as tw
 from tests.strategies.test_data_parallel import DEEP, PLAIN
 from tests.strategies.test_laws import batches, same, sgd, weights
-from tests.worlds import ProcessWorld
+from tests.worlds import ProcessWorlds
 from thinwire.comm.base import Comm
 
 loss = nn.functional.cross_entropy
@@ -51,7 +51,7 @@ def attached_and_prepared(comm: Comm, spec: str) -> tuple[dict[str, Tensor], dic
 
 
 @pytest.mark.parametrize("spec", ["mean", "error_feedback(maxnorm(bits=4))", "powersgd(rank=2)"])
-def test_an_attached_ddp_trains_as_data_parallel_does(process_world: ProcessWorld, spec: str) -> None:
+def test_an_attached_ddp_trains_as_data_parallel_does(process_world: ProcessWorlds, spec: str) -> None:
     for theirs, ours, theirs_sent, ours_sent in process_world.run(attached_and_prepared, 4, spec):
         assert same(theirs, ours)
         assert theirs_sent == ours_sent
@@ -86,7 +86,7 @@ def resumed(comm: Comm, path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]
     return results[0], results[1]
 
 
-def test_its_state_makes_a_resumed_loop_exact(process_world: ProcessWorld, tmp_path: Path) -> None:
+def test_its_state_makes_a_resumed_loop_exact(process_world: ProcessWorlds, tmp_path: Path) -> None:
     for straight, after in process_world.run(resumed, 4, str(tmp_path)):
         assert same(straight, after)
 
@@ -118,7 +118,7 @@ def no_sync_and_dropped(comm: Comm) -> tuple[bool, bool]:
     return close, not same(outs[0], weights(PLAIN))
 
 
-def test_no_sync_and_clipping_work_as_before(process_world: ProcessWorld) -> None:
+def test_no_sync_and_clipping_work_as_before(process_world: ProcessWorlds) -> None:
     assert process_world.run(no_sync_and_dropped, 4) == [(True, True)] * 4
 
 
@@ -146,7 +146,7 @@ def with_scaler(comm: Comm, tell: bool) -> tuple[bool, list[float], dict[str, Te
     return bool(finite), scales, weights(ddp.module), residual
 
 
-def test_steps_that_a_scaler_skips_leave_no_trace(process_world: ProcessWorld) -> None:
+def test_steps_that_a_scaler_skips_leave_no_trace(process_world: ProcessWorlds) -> None:
     results: list[Any] = process_world.run(with_scaler, 4, True)
     assert all(finite for finite, *_ in results)
     assert results[0][1] == [1024, 1024, 512, 512, 512, 1024, 1024, 1024]
@@ -173,7 +173,7 @@ def scaled_or_not(comm: Comm) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return results[0], results[1]
 
 
-def test_a_loss_scale_changes_nothing(process_world: ProcessWorld) -> None:
+def test_a_loss_scale_changes_nothing(process_world: ProcessWorlds) -> None:
     for plain, scaled in process_world.run(scaled_or_not, 4):
         assert same(plain, scaled)
 
@@ -225,7 +225,7 @@ def partly_sick(comm: Comm) -> tuple[int, bool, bool]:
     return len(states), skipped, unchanged
 
 
-def test_a_skipped_step_changes_no_parcels_residual(process_world: ProcessWorld) -> None:
+def test_a_skipped_step_changes_no_parcels_residual(process_world: ProcessWorlds) -> None:
     """Also not of those parcels whose own result was finite."""
     for num_parcels, skipped, unchanged in process_world.run(partly_sick, 4):
         assert num_parcels > 1
@@ -251,7 +251,7 @@ def closed_and_copied(comm: Comm) -> tuple[str, str]:
     return str(after.value), str(caught.value)
 
 
-def test_a_closed_exchange_says_so_and_states_of_others_are_refused(process_world: ProcessWorld) -> None:
+def test_a_closed_exchange_says_so_and_states_of_others_are_refused(process_world: ProcessWorlds) -> None:
     for after, other in process_world.run(closed_and_copied, 4):
         assert "was closed" in after
         assert "the state is of reducer spec sign, and this is reducer spec maxnorm" in other
@@ -281,7 +281,7 @@ def mistakes(comm: Comm) -> list[str]:
     return found
 
 
-def test_mistakes_are_explained(process_world: ProcessWorld) -> None:
+def test_mistakes_are_explained(process_world: ProcessWorlds) -> None:
     for found in process_world.run(mistakes, 4):
         expected = [
             "wrap the model in Distributed",

@@ -14,7 +14,7 @@ import thinwire as tw
 from tests.reducers.test_laws import SPECS, tensors
 from tests.reducers.test_laws import steps as reducer_steps
 from tests.strategies.test_laws import batches, same, sgd, steps, weights
-from tests.worlds import ProcessWorld, on_threads
+from tests.worlds import ProcessWorlds, on_threads
 from thinwire.comm.base import Comm
 from thinwire.reducers.base import Named
 
@@ -48,12 +48,12 @@ def train(comm: Comm, spec: str) -> dict[str, Tensor]:
     return {name: tensor.cpu() for name, tensor in weights(strategy.consolidate()).items()}
 
 
-def test_operations_on_cuda_tensors_are_those_on_threads(process_world: ProcessWorld) -> None:
+def test_operations_on_cuda_tensors_are_those_on_threads(process_world: ProcessWorlds) -> None:
     assert process_world.run(every_operation, 3) == on_threads(every_operation, 3)
 
 
 @pytest.mark.parametrize("spec", ["data_parallel", "data_parallel(parcel_mb=0.005)"])
-def test_n_ranks_on_a_gpu_are_one_rank(process_world: ProcessWorld, spec: str) -> None:
+def test_n_ranks_on_a_gpu_are_one_rank(process_world: ProcessWorlds, spec: str) -> None:
     alone = on_threads(train, 1, spec)[0]
     results: list[Any] = process_world.run(train, 4, spec)
     assert all(same(results[0], other) for other in results)
@@ -74,7 +74,7 @@ def reduced(comm: Comm, spec: str, dtype: torch.dtype) -> list[tuple[Named, Name
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("spec", SPECS)
 def test_reducers_on_cuda_tensors_give_every_rank_the_mean_of_what_was_sent(
-    process_world: ProcessWorld, spec: str, dtype: torch.dtype
+    process_world: ProcessWorlds, spec: str, dtype: torch.dtype
 ) -> None:
     results: list[Any] = process_world.run(reduced, 4, spec, dtype)
     for step in range(3):
@@ -87,7 +87,7 @@ def test_reducers_on_cuda_tensors_give_every_rank_the_mean_of_what_was_sent(
 
 
 @pytest.mark.parametrize("reducer", ["error_feedback(maxnorm(bits=4))", "maxnorm(predicted=True)", "powersgd(rank=2)"])
-def test_compressed_training_on_a_gpu_keeps_ranks_equal(process_world: ProcessWorld, reducer: str) -> None:
+def test_compressed_training_on_a_gpu_keeps_ranks_equal(process_world: ProcessWorlds, reducer: str) -> None:
     results: list[Any] = process_world.run(train, 4, f"data_parallel(reducer={reducer}, parcel_mb=0.005)")
     assert all(same(results[0], other) for other in results)
 
@@ -136,7 +136,7 @@ def waits(comm: Comm) -> dict[str, float]:
     }
 
 
-def test_what_a_gpu_computes_is_not_booked_as_waiting(process_world: ProcessWorld) -> None:
+def test_what_a_gpu_computes_is_not_booked_as_waiting(process_world: ProcessWorlds) -> None:
     (alone,) = process_world.run(waits, 1)
     print(alone)
     assert alone["operation"] < 0.1 * alone["computed"]

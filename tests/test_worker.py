@@ -15,7 +15,7 @@ from torch import nn
 
 import thinwire as tw
 from tests import user_task
-from tests.worlds import ProcessWorld
+from tests.worlds import ProcessWorlds
 from thinwire.comm.base import Comm
 from thinwire.config import RunConfig
 from thinwire.errors import RunError
@@ -85,7 +85,7 @@ def evaluation(comm: Comm) -> dict[str, float]:
     return evaluate(task.build_model(), task, comm, torch.device("cpu"), batch_size=7)
 
 
-def test_evaluation_covers_the_whole_test_set_on_any_number_of_ranks(process_world: ProcessWorld) -> None:
+def test_evaluation_covers_the_whole_test_set_on_any_number_of_ranks(process_world: ProcessWorlds) -> None:
     task = load_task("digits", None, 0)
     torch.manual_seed(0)
     model = task.build_model().eval()
@@ -106,7 +106,7 @@ def tiny(comm: Comm) -> dict[str, float]:
     return evaluate(task.build_model(), task, comm, torch.device("cpu"), batch_size=2)
 
 
-def test_a_rank_without_test_samples_does_no_harm(process_world: ProcessWorld) -> None:
+def test_a_rank_without_test_samples_does_no_harm(process_world: ProcessWorlds) -> None:
     results = process_world.run(tiny, 4) + process_world.run(tiny, 1)
     assert all(result["accuracy"] == results[0]["accuracy"] for result in results)
     assert all(result["loss"] == pytest.approx(results[0]["loss"]) for result in results)
@@ -156,7 +156,7 @@ def resume_on(comm: Comm, settings: dict[str, Any], folder: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_resume_is_exact_with_ranks(process_world: ProcessWorld, tmp_path: Path, ranks: int) -> None:
+def test_resume_is_exact_with_ranks(process_world: ProcessWorlds, tmp_path: Path, ranks: int) -> None:
     process_world.run(resume_on, ranks, {}, str(tmp_path))
     assert same_files(tmp_path / "whole", tmp_path / "cut")
     for file in ("metrics.jsonl", "ledger.jsonl"):
@@ -180,7 +180,7 @@ FEEDBACK = "data_parallel(reducer=error_feedback(maxnorm(bits=2)))"
 
 
 def test_resume_with_feedback_is_exact_and_refused_without_its_residual(
-    process_world: ProcessWorld, tmp_path: Path
+    process_world: ProcessWorlds, tmp_path: Path
 ) -> None:
     process_world.run(resume_on, 3, {"strategy": FEEDBACK}, str(tmp_path))
     assert same_files(tmp_path / "whole", tmp_path / "cut")
@@ -253,7 +253,7 @@ def crash_at_the_end_of_an_epoch(comm: Comm, folder: str) -> None:
     train(comm, {**settings, "resume": True})
 
 
-def test_a_crash_between_the_ranks_writes_does_not_spoil_the_run(process_world: ProcessWorld, tmp_path: Path) -> None:
+def test_a_crash_between_the_ranks_writes_does_not_spoil_the_run(process_world: ProcessWorlds, tmp_path: Path) -> None:
     process_world.run(crash_at_the_end_of_an_epoch, 4, str(tmp_path / "cut"))
     settings = {"task": "tests.user_task:noisy", "checkpoint_every": 4, "epochs": 2}
     process_world.run(train, 4, {**settings, "out": str(tmp_path / "whole")})
@@ -271,7 +271,7 @@ def randomness(comm: Comm, folder: str) -> Any:
     return torch.rand(1).item(), random.random(), [n.sum().item() for n in noise]
 
 
-def test_ranks_steps_and_epochs_draw_different_numbers(process_world: ProcessWorld, tmp_path: Path) -> None:
+def test_ranks_steps_and_epochs_draw_different_numbers(process_world: ProcessWorlds, tmp_path: Path) -> None:
     results = process_world.run(randomness, 3, str(tmp_path))
     assert len({r[0] for r in results}) == 3, "dropout"
     assert len({r[1] for r in results}) == 3
@@ -308,7 +308,7 @@ def mean_loss(comm: Comm, folder: str) -> tuple[float, float]:
     return sum(seen) / len(seen), read_rows(run.folder.metrics)[0]["train_loss"]
 
 
-def test_the_training_loss_is_the_mean_over_ranks(process_world: ProcessWorld, tmp_path: Path) -> None:
+def test_the_training_loss_is_the_mean_over_ranks(process_world: ProcessWorlds, tmp_path: Path) -> None:
     results = process_world.run(mean_loss, 3, str(tmp_path))
     own, recorded = zip(*results, strict=True)
     assert len(set(own)) == 3
@@ -347,7 +347,7 @@ def test_a_finished_run_is_not_written_over(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "summary.json").read_bytes() == before
 
 
-def test_fewer_samples_than_ranks_is_refused(process_world: ProcessWorld, tmp_path: Path) -> None:
+def test_fewer_samples_than_ranks_is_refused(process_world: ProcessWorlds, tmp_path: Path) -> None:
     messages = process_world.run(too_few, 3, str(tmp_path / "run"))
     assert all("2 samples cannot be shared by 3 ranks" in message for message in messages)
 
@@ -359,7 +359,7 @@ def too_few(comm: Comm, folder: str) -> str:
 
 
 @pytest.mark.parametrize("samples", [3, 7, 33, 65])
-def test_ragged_last_batches_neither_hang_nor_fail(process_world: ProcessWorld, tmp_path: Path, samples: int) -> None:
+def test_ragged_last_batches_neither_hang_nor_fail(process_world: ProcessWorlds, tmp_path: Path, samples: int) -> None:
     settings = {"task": f"synthetic(samples={samples}, width=8)", "model": "mlp(norm=True)", "epochs": 1}
     settings["batch_size"] = 4
     if samples == 3:  # one sample a rank is all there is

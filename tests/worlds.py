@@ -1,4 +1,4 @@
-"""Worlds to run a function in: n threads, or n of four processes that are started once."""
+"""Worlds to run a function in: n threads, or n processes that are started once."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from contextlib import suppress
 from typing import Any
 
 import thinwire as tw
-from thinwire.comm.base import Comm
 from thinwire.comm.joining import loopback_store
 from thinwire.comm.ledger import Ledger
 
-NUM_PROCESSES = 4
 REPLY_SECONDS = 60
 
 
@@ -24,26 +22,40 @@ def on_threads(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any
     return tw.simulate(lambda comm: function(comm, *args), ranks=ranks)
 
 
-class ProcessWorld:
-    """Four processes that joined one world. `run` takes a module-level function and uses the first n of them."""
+class ProcessWorlds:
+    """A world of n processes for every n that is asked for. `run` takes a module-level function."""
 
     def __init__(self) -> None:
-        self.store = loopback_store(NUM_PROCESSES)
+        self.worlds: dict[int, _ProcessWorld] = {}
+
+    def run(self, function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
+        if ranks not in self.worlds:
+            self.worlds[ranks] = _ProcessWorld(ranks)
+        return self.worlds[ranks].run(function, *args)
+
+    def close(self) -> None:
+        for world in self.worlds.values():
+            world.close()
+
+
+class _ProcessWorld:
+    def __init__(self, size: int) -> None:
+        self.store = loopback_store(size)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["thinwire.worker", "torch._dynamo"])
         self.pipes = []
         self.processes = []
-        for rank in range(NUM_PROCESSES):
+        for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.store.port, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, self.store.port, there), daemon=True)
             process.start()
             there.close()
             self.pipes.append(here)
             self.processes.append(process)
 
-    def run(self, function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         for pipe in self.pipes:
-            pipe.send_bytes(pickle.dumps((function, ranks, args)))
+            pipe.send_bytes(pickle.dumps((function, args)))
         replies = []
         for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(REPLY_SECONDS):
@@ -53,7 +65,7 @@ class ProcessWorld:
         for rank, (ok, value) in enumerate(replies):
             if not ok:
                 raise AssertionError(f"on rank {rank}:\n{value}")
-        return [value for _, value in replies[:ranks]]
+        return [value for _, value in replies]
 
     def close(self) -> None:
         for process in self.processes:
@@ -61,23 +73,21 @@ class ProcessWorld:
             process.join()
 
 
-def _serve(rank: int, port: int, pipe: Any) -> None:
+def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
     import torch
 
     torch.set_num_threads(1)
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(NUM_PROCESSES), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",
     )  # fmt: skip
     with suppress(EOFError), tw.join(timeout_seconds=60) as comm:
         while True:
-            function, ranks, args = pickle.loads(pipe.recv_bytes())
+            function, args = pickle.loads(pipe.recv_bytes())
+            comm.ledger = Ledger()
             try:
-                part: Comm = comm
-                if ranks < comm.size:
-                    part = comm.split([list(range(ranks)), list(range(ranks, comm.size))], "world")
-                part.ledger = Ledger()
-                reply = (True, function(part, *args) if rank < ranks else None)
+                reply = (True, function(comm, *args))
             except BaseException:
                 reply = (False, traceback.format_exc())
+            comm.close_parts()
             pipe.send_bytes(pickle.dumps(reply))

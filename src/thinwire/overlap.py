@@ -19,6 +19,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import kernels
+from thinwire.comm.background import so_far
 from thinwire.comm.base import Comm
 from thinwire.comm.process import GradBucket, ProcessComm
 from thinwire.errors import RunError, UsageError
@@ -44,6 +45,21 @@ class Exchange(Protocol):
 
     def finish(self) -> None:
         """To be called after the backward pass; then every gradient is the mean over ranks."""
+
+
+class Alone:
+    """Sends nothing: every rank goes by its own gradients."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.forward = model
+        self.states: list[State] = []
+        self.error: BaseException | None = None
+
+    def accumulating(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def finish(self) -> None:
+        pass
 
 
 def exchange(
@@ -174,7 +190,6 @@ class Overlapped:
         self._arrived: Named = {}
         self._reduced: set[str] = set()
         self._waiting: list[_Bucket] = []
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._late: Named = {}
         ddp.register_comm_hook(weakref.ref(self), _hook)  # DDP keeps it for ever, so it must not keep us
 
@@ -205,9 +220,8 @@ class Overlapped:
         if self.comm.closed:
             raise RunError("gradients cannot be exchanged: the exchange, or the world it belongs to, was closed")
         buffer = bucket.buffer()
-        cuda = buffer.is_cuda
-        future: Future[Tensor] = Future(devices=[buffer.device] if cuda else None)
-        ready = _event(buffer.device) if cuda else None
+        future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
+        ready = so_far(buffer.device)
         self._ready, self._handed = ready, time.perf_counter()
         pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
         gradients = {self.names[id(parameter)]: gradient for parameter, gradient in pairs}
@@ -229,13 +243,14 @@ class Overlapped:
             last_gradient, over, talking_seconds = self._gpu_wait
             over.synchronize()
             timeline.waited(end - min(last_gradient.elapsed_time(over) / 1e3, talking_seconds), end)
-        over = _event(next(self.forward.parameters()).device)
-        self._gpu_wait = self._ready, over, timeline.talking_seconds
+        now = so_far(next(self.forward.parameters()).device)
+        assert now is not None
+        self._gpu_wait = self._ready, now, timeline.talking_seconds
 
     def _arrive(self, bucket: _Bucket, gradients: Named, ready: torch.cuda.Event | None) -> None:
         self._waiting.append(bucket)
         try:
-            with self._stream(bucket.buffer.device, ready):
+            with self.comm.thread.stream(bucket.buffer.device, ready):
                 self._arrived |= gradients
                 for i, names in enumerate(self.parcels):
                     if all(name in self._arrived for name in names):
@@ -280,21 +295,6 @@ class Overlapped:
             self._waiting.remove(bucket)
             self._reduced -= bucket.names
             bucket.future.set_result(bucket.buffer)
-
-    def _stream(self, device: torch.device, ready: torch.cuda.Event | None) -> AbstractContextManager[Any]:
-        """On a GPU, work on a stream of this thread's own, after the gradients are ready."""
-        if ready is None:
-            return nullcontext()
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        self._streams[device].wait_event(ready)
-        return torch.cuda.stream(self._streams[device])
-
-
-def _event(device: torch.device) -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
 
 
 def _hook(exchange: "weakref.ref[Overlapped]", bucket: GradBucket) -> Future[Tensor]:

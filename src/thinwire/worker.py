@@ -138,6 +138,7 @@ class Run:
             clip_norm=self.config.clip_norm,
             accumulate=self.config.accumulate,
             autocast=self.config.autocast,
+            epochs=self._get("epochs"),
         )
         strategy: Strategy = registry.build("strategies", self.config.strategy, model, recipe, self.comm)
         return strategy
@@ -167,6 +168,8 @@ class Run:
                 self.checkpoints.save(self.at.step, self._state)
                 begin += time.monotonic() - pause  # that was no training
         self.meters.timeline.pause()
+        with self.meters.timeline.step(self.at.step):
+            self.strategy.end_epoch()
         self._look(speed())
         self._advance(train_seconds=time.monotonic() - begin)  # a GPU may have been at work until now
         row = self._test_and_record(speed())

@@ -16,6 +16,15 @@ from thinwire.comm.base import Comm
 
 World = Callable[..., list[Any]]
 STRATEGIES = sorted(registry.TABLE["strategies"])
+VARIANTS = [
+    *STRATEGIES,
+    "local_sgd(every=2, reducer=error_feedback(maxnorm(bits=4)))",
+    "diloco(every=4, fragments=2)",
+    "diloco(every=3, wait=2, reducer=powersgd(rank=1))",
+    "daso(ranks_per_node=1)",
+    "daso(ranks_per_node=1, warmup_epochs=0)",
+    "daso(ranks_per_node=1, warmup_epochs=0, merge=delta, max_global_skips=2, reducer=mean)",
+]
 
 
 def small_net(seed: int = 0) -> nn.Sequential:
@@ -42,12 +51,21 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def trainer(comm: Comm, spec: str, seed: int = 0, **options: Any) -> tw.Strategy:
     model = copy.deepcopy(MODELS[seed])
+    options = {"epochs": 8, **options}
     return tw.prepare(spec, model=model, optimizer=sgd, loss=nn.functional.cross_entropy, comm=comm, **options)
 
 
 def steps(strategy: tw.Strategy, data: list[tuple[Tensor, Tensor]]) -> list[float]:
     shard = strategy.shard
     return [strategy.step((x[shard.index :: shard.count], y[shard.index :: shard.count])).item() for x, y in data]
+
+
+def epochs(strategy: tw.Strategy, data: list[tuple[Tensor, Tensor]], length: int, start: int = 0) -> None:
+    """Steps in epochs of so many, the first of which has some steps behind it."""
+    for i, batch in enumerate(data, start + 1):
+        steps(strategy, [batch])
+        if i % length == 0:
+            strategy.end_epoch()
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
@@ -65,7 +83,7 @@ def train_from_different_weights(comm: Comm, spec: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("spec", STRATEGIES)
+@pytest.mark.parametrize("spec", VARIANTS)
 def test_consolidated_models_are_equal_and_begin_from_rank_0(world: World, spec: str, ranks: int) -> None:
     results = world(train_from_different_weights, ranks, spec)
     assert all(same(results[0], other) for other in results)
@@ -76,6 +94,27 @@ def train_from_equal_weights(comm: Comm, spec: str) -> dict[str, Tensor]:
     strategy = trainer(comm, spec)
     steps(strategy, batches(5, 24))
     return weights(strategy.consolidate())
+
+
+def after_each_epoch(comm: Comm, spec: str) -> list[dict[str, Tensor]]:
+    strategy = trainer(comm, spec)
+    found = []
+    for epoch in range(3):
+        steps(strategy, batches(5 - epoch, 24))
+        strategy.end_epoch()
+        for model in (strategy.model, strategy.consolidate()):
+            found.append({name: tensor.detach().clone() for name, tensor in model.named_parameters()})
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("spec", VARIANTS)
+def test_all_ranks_are_equal_after_each_epoch(world: World, spec: str, ranks: int) -> None:
+    results = world(after_each_epoch, ranks, spec)
+    for models in zip(*results, strict=True):
+        assert all(same(models[0], other) for other in models)
+    for live, consolidated in zip(results[0][::2], results[0][1::2], strict=True):
+        assert same(live, consolidated)
 
 
 def consolidate_in_between(comm: Comm, spec: str) -> tuple[dict[str, Tensor], str, bool]:
@@ -89,7 +128,7 @@ def consolidate_in_between(comm: Comm, spec: str) -> tuple[dict[str, Tensor], st
     return weights(whole), type(whole).__name__, any(p.grad is not None for p in whole.parameters())
 
 
-@pytest.mark.parametrize("spec", STRATEGIES)
+@pytest.mark.parametrize("spec", VARIANTS)
 def test_consolidate_gives_an_ordinary_module_apart_from_the_one_in_training(world: World, spec: str) -> None:
     state, kind, has_gradients = world(consolidate_in_between, 2, spec)[0]
     assert kind == "Sequential"
@@ -98,22 +137,23 @@ def test_consolidate_gives_an_ordinary_module_apart_from_the_one_in_training(wor
 
 
 def stop_and_go(comm: Comm, spec: str, stop: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Train 7 steps; also stop after some of them and go on in a new strategy that began elsewhere."""
-    data = batches(7, 24)
+    """Train 9 steps; also stop after some of them and go on in a new strategy that began elsewhere."""
+    data = batches(9, 24)
     straight = trainer(comm, spec)
-    steps(straight, data)
+    epochs(straight, data, 5)
     before = trainer(comm, spec)
-    steps(before, data[:stop])
+    epochs(before, data[:stop], 5)
     after = trainer(comm, spec, seed=3)
     after.load_state_dict(copy.deepcopy(before.state_dict()))
-    steps(after, data[stop:])
+    steps(before, data[stop:])  # what was saved is no part of what goes on
+    epochs(after, data[stop:], 5, start=stop)
     return weights(straight.consolidate()), weights(after.consolidate())
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])
-@pytest.mark.parametrize("spec", STRATEGIES)
+@pytest.mark.parametrize("spec", VARIANTS)
 def test_a_resumed_run_ends_bit_for_bit_where_the_other_does(world: World, spec: str, ranks: int) -> None:
-    for stop in (0, 1, 4):
+    for stop in (0, 1, 3, 4, 5, 6):
         for straight, resumed in world(stop_and_go, ranks, spec, stop):
             assert same(straight, resumed), f"after {stop} steps"
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import ledger as formulas
+from thinwire.comm.background import Background
 from thinwire.comm.ledger import Ledger, Sent, Total
 from thinwire.errors import UsageError
 
@@ -102,6 +103,15 @@ class Comm(ABC):
     def barrier(self) -> None:
         """Return once every rank is here."""
         self.sum(torch.zeros(1))
+
+    def in_background(self, work: Callable[[], T], device: torch.device) -> Background[T]:
+        """Begin something that uses this group and tensors of a device, and return at once.
+
+        Until it is done nothing else may use the group, and its tensors must not change. Simulated ranks do it now.
+        """
+        background: Background[T] = Background(self.ledger)
+        background.run(work)
+        return background
 
     def close(self) -> None:  # noqa: B027
         """Give back what this group holds: threads, connections."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -13,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket as GradBucket
 
+from thinwire.comm.background import Background, CommThread, so_far
 from thinwire.comm.base import Comm, Op, Pending, num_bytes
-from thinwire.comm.ledger import Ledger, Purpose
+from thinwire.comm.ledger import Ledger
 from thinwire.errors import PeerLost, UsageError
 
 T = TypeVar("T")
@@ -70,8 +69,7 @@ class ProcessComm(Comm):
         if self.closed:
             return
         self.thread.close()
-        for part in self._parts:
-            part.close()
+        self.close_parts()
         groups = [self.side_group] if self.group is dist.group.WORLD else [self.side_group, self.group]
         del self.group, self.side_group
         while groups:
@@ -79,6 +77,25 @@ class ProcessComm(Comm):
             if dist.is_initialized():  # else somebody has destroyed them all
                 dist.destroy_process_group(group)
             del group
+
+    def close_parts(self) -> None:
+        """Close the groups that were split from this one."""
+        while self._parts:
+            self._parts.pop().close()
+
+    def in_background(self, work: Callable[[], T], device: torch.device) -> Background[T]:
+        ready = so_far(device)
+        background: Background[T] = Background(self.ledger)
+
+        def after_what_it_needs() -> T:
+            with self.thread.stream(device, ready):
+                result = work()
+                if ready is not None:
+                    torch.cuda.current_stream(device).synchronize()
+                return result
+
+        self.thread.submit(lambda: background.run(after_what_it_needs))
+        return background
 
     def _start_reduce(self, tensor: Tensor, op: Op) -> Pending:
         if self.backend == "gloo" and tensor.dtype not in GLOO_SUMS:
@@ -132,34 +149,6 @@ class ProcessComm(Comm):
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.wire_device, pin_memory=pin)
 
 
-class CommThread:
-    """One thread that does what it is given, in order. It ends with the process, whatever it is waiting for."""
-
-    def __init__(self, name: str, ledger: Ledger) -> None:
-        self.ledger = ledger
-        self._work: queue.SimpleQueue[tuple[Purpose, Callable[[], None]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def submit(self, run: Callable[[], None]) -> None:
-        """Have a function run, after all earlier ones, under the purpose that the caller has now."""
-        if not self._thread.ident:
-            self._thread.start()
-        self._work.put((self.ledger.current_purpose, run))
-
-    def close(self) -> None:
-        """End the thread once it has done everything. One that waits for a lost peer is left to the process's end."""
-        self._work.put(None)
-        if self._thread.ident:
-            self._thread.join(CLOSE_SECONDS)
-
-    def _run(self) -> None:
-        while (item := self._work.get()) is not None:
-            purpose, run = item
-            with self.ledger.purpose(purpose):
-                run()
-            del item, run  # and with it what it refers to, before the next one comes
-
-
 def _new_pair(ranks: list[int], backend: str) -> _Pair:
     return dist.new_group(ranks, backend=backend), dist.new_group(ranks, backend=backend)
 
@@ -194,7 +183,6 @@ def _guarded(run: Callable[[], T]) -> T:
 
 
 PEER_GRACE_SECONDS = 3.0
-CLOSE_SECONDS = 2.0
 
 
 def _parts(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -32,6 +34,7 @@ class Recipe:
     clip_norm: float | None = None
     accumulate: int = 1  # pieces that a batch is computed in; more = less memory, same update
     autocast: bool = False
+    epochs: int | None = None  # in all; for strategies that begin or end otherwise than they go on
 
 
 class Strategy(Protocol):
@@ -41,6 +44,9 @@ class Strategy(Protocol):
 
     def step(self, batch: Batch) -> Tensor:
         """One local update and whatever communication is due; returns this rank's loss."""
+
+    def end_epoch(self) -> None:
+        """An epoch is over: bring together what drifted apart. Collective."""
 
     def consolidate(self) -> nn.Module:
         """The whole trained model, equal on every rank, apart from the one being trained. Collective."""
@@ -67,15 +73,15 @@ class Learner:
         self._loss = torch.zeros(())  # of the last step
         self._recent: list[Tensor] = []  # loss and norm of the gradient of steps not yet looked at
 
-    def backward(self, batch: Batch, exchange: Exchange) -> Tensor:
-        """Exchanged gradients of the mean loss over the batch, in `accumulate` pieces; returns that loss."""
+    def backward(self, batch: Batch, exchange: Exchange, exchanging: bool = True) -> Tensor:
+        """Gradients of the mean loss over the batch, in `accumulate` pieces, exchanged or not; returns that loss."""
         device = next(self.model.parameters()).device
         inputs, targets = (t.to(device, non_blocking=True) for t in batch)
         pieces = list(zip(self._pieces(inputs), self._pieces(targets), strict=True))
         losses = []
         try:
             for i, (x, y) in enumerate(pieces, 1):
-                with nullcontext() if i == len(pieces) else exchange.accumulating():
+                with nullcontext() if exchanging and i == len(pieces) else exchange.accumulating():
                     with torch.autocast(device.type, torch.bfloat16, enabled=self.recipe.autocast):
                         loss = self.recipe.loss(exchange.forward(x), y) * (len(x) / len(inputs))
                     loss.backward()
@@ -83,7 +89,8 @@ class Learner:
         except RuntimeError as error:
             unfinished = "Expected to have finished reduction" in str(error)  # how DDP reports it, one step late
             raise exchange.error or (no_gradient() if unfinished else error) from None
-        exchange.finish()
+        if exchanging:
+            exchange.finish()
         self._loss = torch.stack(losses).sum()
         return self._loss
 
@@ -142,7 +149,7 @@ def replicate(model: nn.Module, comm: Comm) -> None:
     tensors = [*model.parameters(), *model.buffers()]
     before = [t.detach().clone() for t in tensors]
     with comm.ledger.purpose("start"):
-        _in_one_go(tensors, comm.broadcast)
+        in_one_go(tensors, comm.broadcast)
         changed = not all(torch.equal(old, t) or old.isnan().any() for old, t in zip(before, tensors, strict=True))
         others = int(torch.cat(comm.gather(torch.tensor([changed], dtype=torch.uint8))).sum())
     if others and comm.rank == 0:
@@ -157,12 +164,22 @@ def average_buffers(model: nn.Module, comm: Comm) -> None:
     state = model.state_dict()
     buffers = [buffer for name, buffer in model.named_buffers() if name in state]
     with comm.ledger.purpose("sync"):
-        _in_one_go([b for b in buffers if b.is_floating_point()], comm.mean)
-        _in_one_go([b for b in buffers if not b.is_floating_point()], comm.broadcast)
+        in_one_go([b for b in buffers if b.is_floating_point()], comm.mean)
+        in_one_go([b for b in buffers if not b.is_floating_point()], comm.broadcast)
+
+
+def consolidated(model: nn.Module, comm: Comm, equal: bool) -> nn.Module:
+    """A copy of a model, equal on all ranks: the mean, unless all parameters are equal already."""
+    whole = copy.deepcopy(model)
+    if not equal:
+        with comm.ledger.purpose("sync"):
+            in_one_go([p for p in whole.parameters() if p.requires_grad], comm.mean)
+    average_buffers(whole, comm)
+    return whole
 
 
 @torch.no_grad()
-def _in_one_go(tensors: list[Tensor], operation: Callable[[Tensor], Tensor]) -> None:
+def in_one_go(tensors: Sequence[Tensor], operation: Callable[[Tensor], Tensor]) -> None:
     """Replace tensors by what an operation makes of them, all of one dtype together: one round trip, not many."""
     for dtype in dict.fromkeys(t.dtype for t in tensors):
         same = [t for t in tensors if t.dtype == dtype]
@@ -182,11 +199,13 @@ def prepare(
     clip_norm: float | None = None,
     accumulate: int = 1,
     autocast: bool = False,
+    epochs: int | None = None,
 ) -> Strategy:
     """A trainer for your model: the strategy that a spec names, ready to `step`.
 
     `optimizer` is a factory because some strategies make parameters in mid-run. `schedule` maps a step to a
-    factor of the learning rate. All ranks start from rank 0's weights.
+    factor of the learning rate. `epochs` is how many there will be, for strategies that have phases. All ranks start
+    from rank 0's weights.
 
     >>> import thinwire as tw, torch
     >>> with tw.join() as comm:
@@ -202,6 +221,38 @@ def prepare(
         )
     if accumulate < 1:
         raise UsageError(f"accumulate={accumulate}; possible: 1 or more")
-    recipe = Recipe(loss, optimizer, schedule, clip_norm, accumulate, autocast)
+    recipe = Recipe(loss, optimizer, schedule, clip_norm, accumulate, autocast, epochs)
     strategy: Strategy = registry.build("strategies", spec, model, recipe, comm)
     return strategy
+
+
+def epoch(trainer: Strategy, batches: Iterable[Batch], comm: Comm) -> Iterator[Batch]:
+    """The batches of one epoch, equally many on every rank, and then the epoch's end. Collective.
+
+    Ranks may have different numbers of batches: all stop with the shortest. They agree on that once, or, where the
+    number cannot be told beforehand, before every batch.
+
+    >>> import thinwire as tw, torch
+    >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
+    >>> with tw.join() as comm:
+    ...     trainer = tw.prepare("local_sgd", model=torch.nn.Linear(2, 1), comm=comm,
+    ...                          optimizer=lambda p: torch.optim.SGD(p, 0.1), loss=torch.nn.functional.mse_loss)
+    ...     len([trainer.step(batch) for batch in tw.epoch(trainer, data, comm)])
+    3
+    """
+    yield from _equally_many(batches, comm)
+    trainer.end_epoch()
+
+
+def _equally_many(batches: Iterable[Batch], comm: Comm) -> Iterator[Batch]:
+    def shortest(mine: int) -> int:
+        with comm.ledger.purpose("sync"):
+            return int(comm.min(torch.tensor([mine])))
+
+    if isinstance(batches, Sized):
+        yield from itertools.islice(batches, shortest(len(batches)))
+        return
+    iterator = iter(batches)
+    while shortest((batch := next(iterator, None)) is not None):
+        assert batch is not None
+        yield batch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -13,7 +12,7 @@ from thinwire.data import Batch, Shard
 from thinwire.overlap import exchange
 from thinwire.reducers.base import Reducer, restored
 from thinwire.reducers.mean import mean
-from thinwire.strategies.base import Learner, Recipe, average_buffers, replicate
+from thinwire.strategies.base import Learner, Recipe, consolidated, replicate
 
 
 class DataParallel:
@@ -52,10 +51,11 @@ class DataParallel:
         self.learner.update()
         return loss
 
+    def end_epoch(self) -> None:
+        """Nothing to do: parameters never differ between ranks."""
+
     def consolidate(self) -> nn.Module:
-        whole = copy.deepcopy(self.model)
-        average_buffers(whole, self.comm)
-        return whole
+        return consolidated(self.model, self.comm, equal=True)
 
     def state_dict(self) -> dict[str, Any]:
         return {"learner": self.learner.state_dict(), "reducer": self.exchange.states}

@@ -1,0 +1,255 @@
+"""DASO: gradients averaged inside nodes, parameters between them, and those without waiting."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+from torch import Tensor, nn
+
+from thinwire.averaging import Averaging, keep_progress
+from thinwire.comm.base import Comm
+from thinwire.data import Batch, Shard
+from thinwire.errors import UsageError
+from thinwire.overlap import exchange
+from thinwire.progress import say
+from thinwire.reducers.base import Reducer, restored
+from thinwire.reducers.half import bf16
+from thinwire.reducers.mean import mean
+from thinwire.strategies.base import Learner, Recipe, consolidated, in_one_go, replicate
+
+PATIENCE = 3  # epochs in a row without improvement, until the loss counts as stable
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """How often ranks talk while nodes cycle: B, W and l of the paper."""
+
+    between: int = 4  # B: batches from one exchange between nodes to the next
+    wait: int = 1  # W: batches until its result is merged
+    inside: int = 1  # l: gradients are averaged inside a node every so many batches
+
+    def after_plateau(self, longest: int) -> Cycle:
+        """Talk twice as often; from every batch, back to the longest pause."""
+        if self.between > 1:
+            return Cycle(self.between // 2, max(1, self.wait - 1), max(1, self.inside // 2))
+        return Cycle(longest, max(1, longest // 4), max(1, longest // 4))
+
+
+@dataclass(frozen=True)
+class Plateau:
+    """Tells when a loss has stopped improving: three epochs in a row not below 1 − stability of the best."""
+
+    best: float = float("inf")
+    failures: int = 0
+
+    def after(self, loss: float, stability: float) -> Plateau:
+        """One epoch more."""
+        if loss < self.best - stability * abs(self.best) or self.best == float("inf"):
+            return Plateau(loss)
+        return Plateau(self.best, self.failures % PATIENCE + 1)
+
+    @property
+    def stable(self) -> bool:
+        return self.failures == PATIENCE
+
+
+class DASO:
+    """Every batch inside a node, every few batches between nodes, and there without waiting.
+
+    Inside a node gradients are averaged in every batch. Between nodes one rank of each, in turns ("rails"), averages
+    parameters. In the first and last epochs that is after every batch, and everybody waits. In between (cycling) it
+    begins every B batches, training goes on, and W batches later x ← (2W·x + Σₖ xₖˢᵉⁿᵗ)/(2W + N) for N nodes
+    (`merge=paper`), or x ← x + (mean of what was sent − what this node sent) (`delta`). When the loss stops
+    improving, B is halved, down to 1, and then starts again from `max_global_skips`. Wire bytes between nodes, per node
+    and batch, of P parameters: 2(N−1)/N·2P, cycling 1/B of that (bf16). Momentum stays each rank's own.
+
+    Coquelin et al., "Accelerating neural network training with distributed asynchronous and selective optimization
+    (DASO)", Journal of Big Data 9, 2022.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        comm: Comm,
+        /,
+        *,
+        ranks_per_node: PositiveInt | None = None,  # default: as the ranks were started
+        warmup_epochs: NonNegativeInt = 4,  # first epochs, in which nodes wait for each other after every batch
+        cooldown_epochs: NonNegativeInt = 4,  # last epochs, likewise
+        max_global_skips: PositiveInt = 8,  # longest pause between nodes, in batches; higher = fewer bytes
+        stability: NonNegativeFloat = 0.05,  # part by which an epoch's loss must fall to count as an improvement
+        merge: Literal["paper", "delta"] = "paper",  # what comes late: averaged in, or progress since kept whole
+        reducer: Reducer = bf16(),  # how parameters' movements are averaged between nodes
+        local_reducer: Reducer = mean(),  # how gradients are averaged inside a node
+    ) -> None:
+        self.shard = Shard(comm.rank, comm.size)
+        self.comm = comm
+        self.model = model
+        self.phases = _phases(recipe.epochs, warmup_epochs, cooldown_epochs)
+        self.max_global_skips, self.stability, self.merge_rule = max_global_skips, stability, merge
+        replicate(model, comm)
+        self.learner = Learner(model, recipe)
+
+        nodes = _nodes(comm, ranks_per_node)
+        mine = next(node for node in nodes if comm.rank in node)
+        self.num_nodes, self.num_rails = len(nodes), min(map(len, nodes))
+        self.position = mine.index(comm.rank)
+        self.node = comm.split(nodes, "node")
+        self.exchange = exchange(model, local_reducer, self.node)
+        rails = [[node[i] for node in nodes] for i in range(self.num_rails)]
+        without = [[rank] for node in nodes for rank in node[self.num_rails :]]
+        weight = len(mine) * len(nodes) / comm.size
+        self.averaging = Averaging(model, reducer, comm.split([*rails, *without], "between"), weight=weight)
+
+        self.cycle = Cycle(between=min(4, max_global_skips))
+        self.plateau = Plateau()
+        self.rail = 0  # whose turn it is
+        self.root = 0  # who exchanged what is under way
+        self.epoch, self.batch = 0, 0
+        self.in_flight = 0  # batches since the exchange began
+        self.loss_sum = torch.zeros((), dtype=torch.float64)
+        self.together = True  # every rank's parameters are the same
+
+    def step(self, batch: Batch) -> Tensor:
+        cycling = self.cycling
+        loss = self.learner.backward(batch, self.exchange, exchanging=not cycling or self._talks_inside())
+        self.learner.update()
+        self.together = False
+        self.loss_sum = self.loss_sum.to(loss.device) + loss.detach()
+        self.in_flight += 1
+        if not cycling:
+            self._meet()
+        else:
+            if self.averaging.flight is not None and self.in_flight == self.cycle.wait:
+                self._merge()
+            if self.batch % self.cycle.between == 0:
+                self._start()
+        self.batch += 1
+        return loss
+
+    def end_epoch(self) -> None:
+        if self.averaging.flight is not None:
+            self._merge()
+        if not self.together:
+            self._meet()
+        self._adapt()
+        self.epoch, self.batch = self.epoch + 1, 0
+        self.loss_sum = torch.zeros((), dtype=torch.float64)
+
+    @property
+    def cycling(self) -> bool:
+        """Whether nodes do not wait for each other in this epoch."""
+        warmup, cooldown = self.phases
+        return self.num_nodes > 1 and warmup <= self.epoch < cooldown
+
+    def _talks_inside(self) -> bool:
+        """Every l batches, and from the start of an exchange to its merge: what goes out or comes in is the node's."""
+        started = self.batch % self.cycle.between == 0
+        return started or self.averaging.flight is not None or self.batch % self.cycle.inside == 0
+
+    # ---- between nodes
+
+    def _start(self) -> None:
+        """A rank of each node takes its node's parameters to the others; the next time another one does."""
+        if self.cycle.inside > 1:
+            in_one_go(list(self.averaging.parameters.values()), self.node.mean)
+        in_one_go(list(self.averaging.buffers.values()), self.node.mean)
+        self.averaging.start(taking_part=self.position == self.rail)
+        self.root, self.rail = self.rail, (self.rail + 1) % self.num_rails
+        self.in_flight = 0
+
+    def _arrive(self) -> None:
+        """What that rank was told, it tells its node."""
+        in_one_go(list(self.averaging.arrive().values()), lambda moved: self.node.broadcast(moved, self.root))
+
+    def _merge(self) -> None:
+        self._arrive()
+        self.averaging.merge(self._paper if self.merge_rule == "paper" else keep_progress)
+        if self.cycle.inside > 1:  # else they are equal already
+            in_one_go(list(self.averaging.x.values()), lambda x: self.node.broadcast(x, self.root))
+
+    def _meet(self) -> None:
+        """Start, wait and merge: then all ranks are equal."""
+        if self.num_nodes > 1:
+            self._start()
+            self._arrive()
+            self.averaging.merge()
+        self.together = True
+
+    def _paper(self, x: list[Tensor], sent: list[Tensor], agreed: list[Tensor]) -> None:
+        """x ← (2S·x + Σₖ xₖˢᵉⁿᵗ)/(2S + N), S batches after it was sent; for S = 0, 1 instead of 2S."""
+        own, others = 2 * self.in_flight or 1, self.num_nodes
+        torch._foreach_mul_(x, own / (own + others))
+        torch._foreach_add_(x, agreed, alpha=others / (own + others))
+
+    def _adapt(self) -> None:
+        """All ranks see the same mean loss, so they agree on the next cycle."""
+        if not self.cycling or not self.batch:
+            return
+        with self.comm.ledger.purpose("sync"):
+            loss = float(self.comm.mean(self.loss_sum / self.batch))
+        self.plateau = self.plateau.after(loss, self.stability)
+        if self.plateau.stable:
+            self.cycle = self.cycle.after_plateau(self.max_global_skips)
+
+    # ---- results and states
+
+    def consolidate(self) -> nn.Module:
+        """The mean over ranks. What is under way is part of it: no node gives up its own steps while it waits."""
+        return consolidated(self.model, self.comm, equal=self.together)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "learner": self.learner.state_dict(), "averaging": self.averaging.state_dict(),
+            "local_reducer": self.exchange.states, "cycle": asdict(self.cycle), "plateau": asdict(self.plateau),
+            "loss_sum": self.loss_sum, "counts": {name: getattr(self, name) for name in COUNTS},
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.learner.load_state_dict(state["learner"])
+        self.averaging.load_state_dict(state["averaging"])
+        self.exchange.states = restored(self.exchange.states, state["local_reducer"])
+        self.cycle, self.plateau = Cycle(**state["cycle"]), Plateau(**state["plateau"])
+        self.loss_sum = state["loss_sum"]
+        for name in COUNTS:
+            setattr(self, name, state["counts"][name])
+
+
+COUNTS = ("epoch", "batch", "in_flight", "rail", "root", "together")
+
+
+def _phases(epochs: int | None, warmup: int, cooldown: int) -> tuple[int, int]:
+    """The first epoch of cycling, and the first after it."""
+    if epochs is None:
+        raise UsageError(
+            "daso has phases, so it must know how many epochs there will be: prepare(…, epochs=90), and at the end of "
+            "each trainer.end_epoch(), which tw.epoch(trainer, batches, comm) does for you"
+        )
+    if warmup + cooldown > epochs:
+        raise UsageError(
+            f"daso: warmup_epochs={warmup} and cooldown_epochs={cooldown} are longer than the run of {epochs} epochs; "
+            f"try {warmup + cooldown + 1} epochs or more, or daso(warmup_epochs={epochs // 4}, "
+            f"cooldown_epochs={epochs // 4})"
+        )
+    return warmup, epochs - cooldown
+
+
+def _nodes(comm: Comm, ranks_per_node: int | None) -> list[list[int]]:
+    """The ranks of each node."""
+    if ranks_per_node is None:
+        nodes = [[r for r in range(comm.size) if comm.nodes[r] == node] for node in sorted(set(comm.nodes))]
+    elif comm.size % ranks_per_node == 0:
+        nodes = [list(range(r, r + ranks_per_node)) for r in range(0, comm.size, ranks_per_node)]
+    else:
+        possible = [n for n in range(1, comm.size) if comm.size % n == 0]
+        raise UsageError(
+            f"daso: ranks_per_node={ranks_per_node} does not divide {comm.size} ranks; "
+            f"try {' or '.join(map(str, possible)) or 'more ranks'}, or leave it out: nodes may then be of unequal size"
+        )
+    if len(nodes) == 1 and comm.rank == 0:
+        say("thinwire: daso: all ranks are on one node, so this is data_parallel; ranks_per_node=… makes several nodes")
+    return nodes

@@ -1,0 +1,147 @@
+"""Ranks that train on their own and meet now and then: local SGD, and DiLoCo, which takes a second step there."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from torch import Tensor, nn
+
+from thinwire.averaging import Averaging, Outer
+from thinwire.comm.base import Comm
+from thinwire.data import Batch, Shard
+from thinwire.errors import UsageError
+from thinwire.overlap import Alone
+from thinwire.reducers.base import Reducer
+from thinwire.reducers.mean import mean
+from thinwire.strategies.base import Learner, Recipe, consolidated, replicate
+
+
+class Periodic:
+    """Local steps; after every `every` of them, each fragment is averaged, and merged `wait` steps later.
+
+    With several fragments they take turns, evenly spread over the period, so that one at a time is on its way. The
+    end of an epoch brings all of them together.
+    """
+
+    def __init__(
+        self, model: nn.Module, recipe: Recipe, comm: Comm, reducer: Reducer, every: int, fragments: int = 1,
+        wait: int = 0, outer: Outer = Outer(),
+    ) -> None:  # fmt: skip
+        self.shard = Shard(comm.rank, comm.size)
+        self.comm = comm
+        self.model = model
+        self.every = every
+        self.wait = wait
+        replicate(model, comm)
+        self.learner = Learner(model, recipe)
+        self.alone = Alone(model)
+        own = comm.split([range(comm.size)], comm.link)  # what others send meanwhile must not come between
+        self.averaging = Averaging(model, reducer, own, fragments, outer)
+        starts = [(i + 1) * every // fragments % every for i in range(fragments)]
+        self.fragment_at = {steps: fragment for fragment, steps in enumerate(starts)}
+        self.num_steps = 0  # in this epoch
+        self.in_flight = 0  # steps since the exchange began
+        self.together = True  # every rank's parameters are the same
+
+    def step(self, batch: Batch) -> Tensor:
+        loss = self.learner.backward(batch, self.alone)
+        self.learner.update()
+        self.together = False
+        self.num_steps += 1
+        self.in_flight += 1
+        if self.averaging.flight is not None and self.in_flight == self.wait:
+            self.averaging.merge()
+        fragment = self.fragment_at.get(self.num_steps % self.every)
+        if fragment is not None:
+            self.averaging.start(fragment)
+            self.in_flight = 0
+            if not self.wait:
+                self.averaging.merge()
+                self.together = len(self.averaging.fragments) == 1
+        return loss
+
+    def end_epoch(self) -> None:
+        if self.averaging.flight is not None:
+            self.averaging.merge()
+        if not self.together:
+            self.averaging.meet()
+        self.together = True
+        self.num_steps = 0
+
+    def consolidate(self) -> nn.Module:
+        """The mean over ranks. What is under way is part of it: no rank gives up its own steps while it waits."""
+        return consolidated(self.model, self.comm, equal=self.together)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "learner": self.learner.state_dict(), "averaging": self.averaging.state_dict(),
+            "num_steps": self.num_steps, "in_flight": self.in_flight, "together": self.together,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.learner.load_state_dict(state["learner"])
+        self.averaging.load_state_dict(state["averaging"])
+        self.num_steps, self.in_flight = state["num_steps"], state["in_flight"]
+        self.together = state["together"]
+
+
+class LocalSGD(Periodic):
+    """Every rank trains on its own; every so many steps, parameters are averaged.
+
+    xᵢ ← xᵢ − η·opt(∇Lᵢ(xᵢ)), and after each `every` steps xᵢ ← (1/n)·Σⱼ xⱼ. Wire bytes per rank and step: those of
+    the reducer / every; what it is given is the movement since the last average. Momentum stays each rank's own.
+
+    Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        comm: Comm,
+        /,
+        *,
+        every: PositiveInt = 8,  # steps between averages; higher = fewer bytes, ranks drift further apart
+        reducer: Reducer = mean(),  # how movements are averaged
+    ) -> None:
+        super().__init__(model, recipe, comm, reducer, every)
+
+
+class DiLoCo(Periodic):
+    """Every rank trains on its own; the mean movement of many steps is the gradient of an outer optimizer.
+
+    Δ = x̂ − (1/n)·Σᵢ xᵢ;  m ← μ·m + Δ;  x̂ ← x̂ − ν·(Δ + μ·m);  xᵢ ← x̂ + (what rank i learned while Δ was under way).
+    With `fragments` the model is averaged in parts that take turns, each while training goes on (streaming). Wire
+    bytes per rank and step: those of the reducer / every. The inner optimizer's state stays each rank's own.
+
+    Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; and "Streaming DiLoCo
+    with overlapping communication", 2025.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        comm: Comm,
+        /,
+        *,
+        every: PositiveInt = 16,  # steps between outer steps; higher = fewer bytes, ranks drift further apart
+        outer_lr: PositiveFloat = 0.7,  # ν: 1 = all the way to the mean
+        outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9,  # μ: higher = longer memory of past movements
+        fragments: PositiveInt = 1,  # higher = smaller messages, more often
+        wait: NonNegativeInt | None = None,  # steps until merged; default: 0, or with fragments as long as possible
+        reducer: Reducer = mean(),  # how movements are averaged
+    ) -> None:
+        longest = every // fragments
+        if fragments > every:
+            raise UsageError(
+                f"diloco: {fragments} fragments in {every} steps; try fragments={every} or every={fragments}"
+            )
+        if wait is not None and wait > longest:
+            raise UsageError(
+                f"diloco: wait={wait}, but after {longest} steps the next exchange begins "
+                f"(every={every}, fragments={fragments}); possible: 0 to {longest}"
+            )
+        chosen = wait if wait is not None else (0 if fragments == 1 else longest)
+        super().__init__(model, recipe, comm, reducer, every, fragments, chosen, Outer(outer_lr, outer_momentum))
