@@ -76,18 +76,19 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
 
 
-def train_from_different_weights(comm: Comm, spec: str) -> dict[str, Tensor]:
+def train_from_different_weights(comm: Comm, spec: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     strategy = trainer(comm, spec, seed=comm.rank)
     steps(strategy, batches(5, 24))
-    return weights(strategy.consolidate())
+    return weights(strategy.consolidate()), train_from_equal_weights(comm, spec)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("spec", VARIANTS)
 def test_consolidated_models_are_equal_and_begin_from_rank_0(world: World, spec: str, ranks: int) -> None:
     results = world(train_from_different_weights, ranks, spec)
-    assert all(same(results[0], other) for other in results)
-    assert same(results[0], world(train_from_equal_weights, ranks, spec)[0])
+    for from_different, from_equal in results:
+        assert same(from_different, results[0][0])
+        assert same(from_equal, results[0][0])
 
 
 def train_from_equal_weights(comm: Comm, spec: str) -> dict[str, Tensor]:
@@ -136,26 +137,42 @@ def test_consolidate_gives_an_ordinary_module_apart_from_the_one_in_training(wor
     assert same(state, world(train_from_equal_weights, 2, spec)[0])
 
 
-def stop_and_go(comm: Comm, spec: str, stop: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Train 9 steps; also stop after some of them and go on in a new strategy that began elsewhere."""
+def stop_and_go(comm: Comm, spec: str, stops: tuple[int, ...]) -> list[dict[str, Tensor]]:
+    """Train 9 steps, saving now and then; then go on from each save in a new strategy that began elsewhere."""
     data = batches(9, 24)
     straight = trainer(comm, spec)
-    epochs(straight, data, 5)
-    before = trainer(comm, spec)
-    epochs(before, data[:stop], 5)
-    after = trainer(comm, spec, seed=3)
-    after.load_state_dict(copy.deepcopy(before.state_dict()))
-    steps(before, data[stop:])  # what was saved is no part of what goes on
-    epochs(after, data[stop:], 5, start=stop)
-    return weights(straight.consolidate()), weights(after.consolidate())
+    saved = {}
+    for i, batch in enumerate(data):
+        if i in stops:
+            saved[i] = copy.deepcopy(straight.state_dict())
+        epochs(straight, [batch], 5, start=i)
+    found = [weights(straight.consolidate())]
+    for stop, state in saved.items():
+        after = trainer(comm, spec, seed=3)
+        after.load_state_dict(state)
+        epochs(after, data[stop:], 5, start=stop)
+        found.append(weights(after.consolidate()))
+    return found
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 @pytest.mark.parametrize("spec", VARIANTS)
 def test_a_resumed_run_ends_bit_for_bit_where_the_other_does(world: World, spec: str, ranks: int) -> None:
-    for stop in (0, 1, 3, 4, 5, 6):
-        for straight, resumed in world(stop_and_go, ranks, spec, stop):
-            assert same(straight, resumed), f"after {stop} steps"
+    stops = (0, 1, 3, 4, 5, 6) if ranks == 3 else (1, 4)
+    for straight, *resumed in world(stop_and_go, ranks, spec, stops):
+        for stop, one in zip(stops, resumed, strict=True):
+            assert same(straight, one), f"after {stop} steps"
+
+
+def without_saving(comm: Comm, spec: str) -> dict[str, Tensor]:
+    strategy = trainer(comm, spec)
+    epochs(strategy, batches(9, 24), 5)
+    return weights(strategy.consolidate())
+
+
+@pytest.mark.parametrize("spec", VARIANTS)
+def test_saving_changes_nothing(world: World, spec: str) -> None:
+    assert same(world(without_saving, 2, spec)[0], world(stop_and_go, 2, spec, tuple(range(9)))[0][0])
 
 
 def accumulated(comm: Comm, spec: str, pieces: int) -> dict[str, Tensor]:

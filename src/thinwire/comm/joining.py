@@ -107,13 +107,15 @@ def beside(group: dist.ProcessGroup, device: torch.device) -> ProcessComm:
 
 
 def _nodes(device: torch.device) -> list[int]:
-    """The node of each rank, numbered in rank order: ranks on one host are on one node."""
-    own = torch.tensor([host_id()], device=device if dist.get_backend() == "nccl" else "cpu")
-    hosts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(hosts, own)
-    ids = [int(host) for host in hosts]
-    numbers = {host: number for number, host in enumerate(dict.fromkeys(ids))}
-    return [numbers[host] for host in ids]
+    """The node of each rank, numbered in rank order: ranks that one launcher started on one host are on one node."""
+    world = find_world() or ALONE
+    first = world.rank - world.local_rank if world.local_size < world.size else 0
+    own = torch.tensor([host_id(), first], device=device if dist.get_backend() == "nccl" else "cpu")
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, own)
+    found = [tuple(one.tolist()) for one in gathered]
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(found))}
+    return [numbers[node] for node in found]
 
 
 @contextmanager
