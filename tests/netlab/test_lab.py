@@ -357,24 +357,32 @@ def test_reducers_send_so_much_of_float32_by_the_kernels_count() -> None:
             assert abs(row["between"] - row["wire_bytes"]) < max(0.01 * row["wire_bytes"], 20_000)
 
 
+WITHOUT_WAITING = "daso(warmup_epochs=0, cooldown_epochs=0)"
+
+
 @pytest.mark.parametrize("ranks_and_nodes", [(4, 2), (3, 3)], ids=lambda rn: f"{rn[0]} ranks on {rn[1]} nodes")
-@pytest.mark.parametrize("strategy", registry.TABLE["strategies"])
 def test_ledger_and_kernel_agree_within_one_percent_for_every_strategy(
-    strategy: str, ranks_and_nodes: tuple[int, int], tmp_path: Path
+    ranks_and_nodes: tuple[int, int], tmp_path: Path
 ) -> None:
     """With a model of some megabytes: what the formulas leave out (headers, acknowledgements, gloo's own notes) is
     about 350 bytes a message, and grows with the number of messages, not with their size."""
     ranks, nodes = map(str, ranks_and_nodes)
-    model = ("--model", "mlp(width=768, norm=True)", "--epochs", "2", "--out", str(tmp_path / "run"))
-    thinwire("train", "--strategy", strategy, "--ranks", ranks, "--nodes", nodes, "--link", "1gbit", *model)
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["ranks"], summary["nodes"], summary["link"]) == (int(ranks), int(nodes), "1gbit")
-    for link in ("inside", "between"):
-        ledger, kernel = (summary[f"{who}_bytes_by_link"][link] for who in ("wire", "kernel"))
-        if ledger == 0 and link == "inside":
-            continue  # one rank a node
-        print(f"{strategy}, {link}: ledger {ledger:,} B, kernel {kernel:,} B, {100 * (kernel / ledger - 1):+.3f} %")
-        assert abs(kernel / ledger - 1) < 0.01
+    model = ("--model", "mlp(width=768, norm=True)", "--epochs", "2", "--seeds", "1", "--out", str(tmp_path))
+    specs = [WITHOUT_WAITING if name == "daso" else name for name in registry.TABLE["strategies"]]
+    thinwire("compare", *specs, "--ranks", ranks, "--nodes", nodes, "--link", "1gbit", *model)
+    runs = {run["strategy"]: run for run in (json.loads(path.read_text()) for path in tmp_path.rglob("summary.json"))}
+    assert set(runs) == set(specs)
+    for strategy, summary in runs.items():
+        assert (summary["ranks"], summary["nodes"], summary["link"]) == (int(ranks), int(nodes), "1gbit")
+        for link in ("inside", "between"):
+            ledger, kernel = (summary[f"{who}_bytes_by_link"][link] for who in ("wire", "kernel"))
+            if ledger == 0 and link == "inside":
+                continue  # one rank a node
+            print(f"{strategy}, {link}: ledger {ledger:,} B, kernel {kernel:,} B, {100 * (kernel / ledger - 1):+.3f} %")
+            assert abs(kernel / ledger - 1) < 0.01
+    flat, daso = (runs[spec]["kernel_bytes_by_link"]["between"] for spec in ("data_parallel", WITHOUT_WAITING))
+    print(f"between nodes, daso while cycling: {daso / flat:.4f} of data_parallel's bytes")
+    assert daso <= flat / 4
 
 
 def test_two_hosts_with_disks_of_their_own_that_nobody_shares(tmp_path: Path) -> None:

@@ -155,6 +155,13 @@ def test_what_is_not_possible_is_refused(spec: str, message: str) -> None:
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(("outer", "told"), [(0.5, False), (0.9, True)])
+def test_momenta_that_push_twice_are_told(outer: float, told: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    tw.simulate(lambda comm: trainer(comm, f"diloco(outer_momentum={outer})"), ranks=2)
+    said = capsys.readouterr().err
+    assert said.count("push the same way twice; the run may diverge: try outer_momentum=0.5") == told
+
+
 # ---- unequal numbers of batches
 
 

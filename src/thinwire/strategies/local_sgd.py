@@ -12,6 +12,7 @@ from thinwire.comm.base import Comm
 from thinwire.data import Batch, Shard
 from thinwire.errors import UsageError
 from thinwire.overlap import Alone
+from thinwire.progress import say
 from thinwire.reducers.base import Reducer
 from thinwire.reducers.mean import mean
 from thinwire.strategies.base import Learner, Recipe, consolidated, replicate
@@ -128,7 +129,7 @@ class DiLoCo(Periodic):
         *,
         every: PositiveInt = 16,  # steps between outer steps; higher = fewer bytes, ranks drift further apart
         outer_lr: PositiveFloat = 0.7,  # ν: 1 = all the way to the mean
-        outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9,  # μ: higher = longer memory of past movements
+        outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5,  # μ: higher = longer memory; 0.9 for long runs
         fragments: PositiveInt = 1,  # higher = smaller messages, more often
         wait: NonNegativeInt | None = None,  # steps until merged; default: 0, or with fragments as long as possible
         reducer: Reducer = mean(),  # how movements are averaged
@@ -145,3 +146,9 @@ class DiLoCo(Periodic):
             )
         chosen = wait if wait is not None else (0 if fragments == 1 else longest)
         super().__init__(model, recipe, comm, reducer, every, fragments, chosen, Outer(outer_lr, outer_momentum))
+        inner = max(group.get("momentum", 0.0) for group in self.learner.optimizer.param_groups)
+        if comm.rank == 0 and min(inner, outer_momentum) > 0.5:
+            say(
+                f"thinwire: diloco: momentum {inner} inside and outer_momentum={outer_momentum} push the same way "
+                "twice; the run may diverge: try outer_momentum=0.5, or adamw inside"
+            )

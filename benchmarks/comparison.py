@@ -1,0 +1,60 @@
+"""What benchmarks of whole trainings share: run `thinwire compare`, and read what its runs left behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from thinwire.results import Entry, read_results
+
+ALONE = "local_sgd(every=1000000000)"  # ranks that meet at the end of each epoch only: computing, and nothing else
+
+
+def compare(specs: list[str], **settings: Any) -> dict[str, Entry]:
+    """Each strategy's runs, by its spec. Progress goes to stderr; the folder of the comparison is removed."""
+    options = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent, "comparison")
+        command = [sys.executable, "-m", "thinwire", "compare", *specs, *options, "--out", str(folder)]
+        subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+        entries = {entry.spec: entry for entry in read_results(folder).entries}
+    if errors := [error for entry in entries.values() for error in entry.errors]:
+        sys.exit("\n".join(errors))
+    return entries
+
+
+def compute_seconds(**settings: Any) -> tuple[float, int]:
+    """Seconds of computing in a step when all ranks compute at once and nobody sends, and the model's parameters."""
+    entry = compare([ALONE], **{**settings, "seeds": 1})[ALONE]
+    computing = mean(entry, "train_seconds") * (1 - mean(entry, "waiting_share"))
+    return computing / mean(entry, "steps"), int(mean(entry, "parameters"))
+
+
+def mean(entry: Entry, figure: str) -> float:
+    """The mean over seeds of a figure of the runs' summaries."""
+    spread = entry.spread(figure)
+    assert spread is not None
+    return spread.mean
+
+
+def between_bytes(entry: Entry) -> float:
+    """Bytes that left a node, by the ledger: the mean over seeds."""
+    spread = entry.spread(lambda summary: summary["wire_bytes_by_link"]["between"])
+    assert spread is not None
+    return spread.mean
+
+
+def measured_link(entries: dict[str, Entry]) -> str:
+    """What the runs found their link to be."""
+    found = [r.summary["link_measured"]["rate_mbit"] for e in entries.values() for r in e.finished if r.summary]
+    return f"measured {min(found):.0f} – {max(found):.0f} Mbit/s"
+
+
+def print_table(head: list[str], rows: list[list[str]]) -> None:
+    """The first column to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    for first, *others in [head, *rows]:
+        print("  ".join([first.ljust(widths[0]), *(o.rjust(w) for o, w in zip(others, widths[1:], strict=True))]))

@@ -1,0 +1,104 @@
+"""How long does DASO train where a blocking exchange takes as long as computing? Against data_parallel, same epochs.
+
+    python benchmarks/daso.py [SPEC …] [--epochs 40] [--seeds 1] [--model resnet32] [--batch-size 16]
+                              [--nodes 2] [--ranks-per-node 2] [--link RATE]
+
+First a step's computing is timed: all ranks at once, nothing sent. Then the link between the nodes is chosen so
+that the exchange of a data_parallel step, in float32, takes as long: of a ring of n ranks one edge leaves each node,
+and 2(n−1)/n·4P bytes pass over it. On that link `thinwire compare` trains with data_parallel and with each SPEC, and
+the summaries of the runs are set against each other. Phases are DASO's: the first and last four epochs, in which nodes
+wait for each other after every batch, and those between. All seconds are of training alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from comparison import between_bytes, compare, compute_seconds, mean, measured_link, print_table
+
+from thinwire.comm.ledger import all_reduce_bytes
+from thinwire.netlab import Link
+from thinwire.results import Entry
+
+BASE = "data_parallel"
+BLOCKING_EPOCHS = 4  # at the start, and again at the end: DASO's defaults
+TIMED_EPOCHS = 4
+GOAL_RATIO, GOAL_POINTS = 0.66, 0.7
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("specs", nargs="*", default=["daso", "daso(merge=delta)"])
+    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--model", default="resnet32")
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--ranks-per-node", type=int, default=2)
+    parser.add_argument("--link", help="default: one on which the exchange takes as long as computing")
+    options = parser.parse_args()
+    report(options)
+
+
+def report(options: argparse.Namespace) -> None:
+    ranks = options.nodes * options.ranks_per_node
+    settings = {
+        "task": "digits",
+        "model": options.model,
+        "batch_size": options.batch_size,
+        "ranks": ranks,
+        "nodes": options.nodes,
+    }
+    compute, parameters = compute_seconds(**settings, epochs=TIMED_EPOCHS)
+    wire_bytes = all_reduce_bytes(4 * parameters, ranks)
+    link = options.link or str(Link(rate_mbit=round(wire_bytes * 8e-6 / compute, 1)))
+    print(f"{options.model}, {parameters:,} parameters, batch {options.batch_size} a rank, {ranks} ranks on ", end="")
+    print(f"{options.nodes} nodes, {options.epochs} epochs, {options.seeds} seed(s)")
+    print(f"computing {1e3 * compute:.0f} ms a step; {wire_bytes / 1e6:.2f} MB a step over each link, {link}")
+
+    specs = [BASE, *(spec for spec in options.specs if spec != BASE)]
+    entries = compare(specs, **settings, epochs=options.epochs, seeds=options.seeds, link=link)
+    print(f"link {measured_link(entries)}\n")
+    print_table(
+        ["strategy", "training", f"× {BASE}", "accuracy", "difference", "waiting", "between", f"× {BASE}"],
+        [row(entry, entries[BASE]) for entry in entries.values()],
+    )
+    print(f"goal: training ≤ {GOAL_RATIO} × {BASE}, accuracy within {GOAL_POINTS} points\n")
+    cooldown = options.epochs - BLOCKING_EPOCHS
+    phases = {"first": (0, BLOCKING_EPOCHS), "middle": (BLOCKING_EPOCHS, cooldown), "last": (cooldown, options.epochs)}
+    print_table(
+        ["ms a step (of them waiting)", *(f"{name} {end - begin} epochs" for name, (begin, end) in phases.items())],
+        [[entry.spec, *(phase(entry, *epochs) for epochs in phases.values())] for entry in entries.values()],
+    )
+
+
+def row(entry: Entry, base: Entry) -> list[str]:
+    """A strategy's figures, and how they compare."""
+    seconds, value, sent = mean(entry, "train_seconds"), mean(entry, "value"), between_bytes(entry)
+    return [
+        entry.spec,
+        f"{seconds:.1f} s",
+        f"{seconds / mean(base, 'train_seconds'):.3f}",
+        f"{value:.2f} %",
+        f"{value - mean(base, 'value'):+.2f}",
+        f"{mean(entry, 'waiting_share'):.1%}",
+        f"{sent / 1e6:.0f} MB",
+        f"{sent / between_bytes(base):.3f}",
+    ]
+
+
+def phase(entry: Entry, begin: int, end: int) -> str:
+    """What a step took in some epochs, and how much of that was waiting; the mean over seeds, in ms."""
+    if end <= begin:
+        return "–"
+    steps = seconds = waiting = 0.0
+    for record in entry.finished:
+        before, after = record.metrics[begin - 1] if begin else {}, record.metrics[end - 1]
+        steps += after["step"] - before.get("step", 0)
+        seconds += after["train_seconds"] - before.get("train_seconds", 0)
+        waiting += after["waiting_seconds"] - before.get("waiting_seconds", 0)
+    return f"{1e3 * seconds / steps:.0f} ({1e3 * waiting / steps:.0f})"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Does streaming DiLoCo hide an exchange that blocking DiLoCo waits for? Shares of the training time, on one link.
+
+    python benchmarks/streaming.py [--every 8] [--fragments 4] [--epochs 6] [--seeds 1] [--model "mlp(width=512, depth=4)"]
+                                   [--batch-size 4] [--hosts 2] [--ranks-per-host 1] [--link RATE]
+
+Without --link, a step's computing is timed first, on all ranks at once with nothing sent, and the link is chosen so that
+the blocking exchange should take 40 % of the training time. Then `thinwire compare` trains with `diloco(every=…)`, which
+waits for each exchange, and with `diloco(every=…, fragments=…)`, which goes on meanwhile. At the end of each epoch both
+bring all ranks together, and wait for it: with few steps in an epoch that alone is more than the goal.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from comparison import between_bytes, compare, compute_seconds, mean, measured_link, print_table
+
+from thinwire.comm.ledger import all_reduce_bytes
+from thinwire.netlab import Link
+
+AIM = 0.4  # share of the training time that the blocking exchange should take
+TIMED_EPOCHS = 2
+AT_LEAST, GOAL = 0.30, 0.05
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--every", type=int, default=8)
+    parser.add_argument("--fragments", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--model", default="mlp(width=512, depth=4)")
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--ranks-per-host", type=int, default=1)
+    parser.add_argument("--link", help="default: one on which blocking should wait 40 % of the time")
+    report(parser.parse_args())
+
+
+def report(options: argparse.Namespace) -> None:
+    ranks = options.hosts * options.ranks_per_host
+    settings = {
+        "task": "digits",
+        "model": options.model,
+        "batch_size": options.batch_size,
+        "ranks": ranks,
+        "nodes": options.hosts,
+    }
+    link = options.link
+    if link is None:
+        compute, parameters = compute_seconds(**settings, epochs=TIMED_EPOCHS)
+        wire_bytes = all_reduce_bytes(4 * parameters, ranks)
+        exchange = options.every * compute * AIM / (1 - AIM)
+        link = str(Link(rate_mbit=round(wire_bytes * 8e-6 / exchange, 1)))
+        print(f"{options.model}, {parameters:,} parameters, computing {1e3 * compute:.1f} ms a step; ", end="")
+        print(f"{wire_bytes / 1e6:.2f} MB over each link in {1e3 * exchange:.0f} ms")
+
+    blocking = f"diloco(every={options.every})"
+    streaming = f"diloco(every={options.every}, fragments={options.fragments})"
+    entries = compare([blocking, streaming], **settings, epochs=options.epochs, seeds=options.seeds, link=link)
+    print(f"link {link}, {measured_link(entries)}; {ranks} ranks on {options.hosts} hosts, batch ", end="")
+    print(f"{options.batch_size} a rank, {options.epochs} epochs, {options.seeds} seed(s)\n")
+    rows = [
+        [
+            entry.spec,
+            f"{mean(entry, 'waiting_share'):.1%}",
+            f"{mean(entry, 'train_seconds'):.1f} s",
+            f"{1e3 * mean(entry, 'train_seconds') / mean(entry, 'steps'):.1f} ms",
+            f"{mean(entry, 'value'):.2f} %",
+            f"{between_bytes(entry) / 1e6:.0f} MB",
+        ]
+        for entry in entries.values()
+    ]
+    print_table(["strategy", "waiting", "training", "a step", "accuracy", "between"], rows)
+    print(f"goal: streaming < {GOAL:.0%} where blocking waits ≥ {AT_LEAST:.0%}")
+
+
+if __name__ == "__main__":
+    main()
