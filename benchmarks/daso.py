@@ -7,12 +7,15 @@ First a step's computing is timed: all ranks at once, nothing sent. Then the lin
 that the exchange of a data_parallel step, in float32, takes as long: of a ring of n ranks one edge leaves each node,
 and 2(n−1)/n·4P bytes pass over it. On that link `thinwire compare` trains with data_parallel and with each SPEC, and
 the summaries of the runs are set against each other. Phases are DASO's: the first and last four epochs, in which nodes
-wait for each other after every batch, and those between. All seconds are of training alone.
+wait for each other after every batch, and those between. Seconds are of training alone; a step's, those of
+the median epoch of a phase, so that a moment in which the machine was busy with something else does not count there.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import statistics
 
 from comparison import between_bytes, compare, compute_seconds, mean, measured_link, print_table
 
@@ -67,7 +70,10 @@ def report(options: argparse.Namespace) -> None:
     cooldown = options.epochs - BLOCKING_EPOCHS
     phases = {"first": (0, BLOCKING_EPOCHS), "middle": (BLOCKING_EPOCHS, cooldown), "last": (cooldown, options.epochs)}
     print_table(
-        ["ms a step (of them waiting)", *(f"{name} {end - begin} epochs" for name, (begin, end) in phases.items())],
+        [
+            "ms a step (of them waiting), median epoch",
+            *(f"{name} {end - begin} epochs" for name, (begin, end) in phases.items()),
+        ],
         [[entry.spec, *(phase(entry, *epochs) for epochs in phases.values())] for entry in entries.values()],
     )
 
@@ -88,16 +94,15 @@ def row(entry: Entry, base: Entry) -> list[str]:
 
 
 def phase(entry: Entry, begin: int, end: int) -> str:
-    """What a step took in some epochs, and how much of that was waiting; the mean over seeds, in ms."""
-    if end <= begin:
-        return "–"
-    steps = seconds = waiting = 0.0
+    """What a step took in the median epoch of a phase, and in how much of that it waited, in ms."""
+    steps, waits = [], []
     for record in entry.finished:
-        before, after = record.metrics[begin - 1] if begin else {}, record.metrics[end - 1]
-        steps += after["step"] - before.get("step", 0)
-        seconds += after["train_seconds"] - before.get("train_seconds", 0)
-        waiting += after["waiting_seconds"] - before.get("waiting_seconds", 0)
-    return f"{1e3 * seconds / steps:.0f} ({1e3 * waiting / steps:.0f})"
+        rows = [{"step": 0, "train_seconds": 0.0, "waiting_seconds": 0.0}, *record.metrics]
+        for before, after in itertools.pairwise(rows[begin : end + 1]):
+            count = after["step"] - before["step"]
+            steps.append(1e3 * (after["train_seconds"] - before["train_seconds"]) / count)
+            waits.append(1e3 * (after["waiting_seconds"] - before["waiting_seconds"]) / count)
+    return f"{statistics.median(steps):.0f} ({statistics.median(waits):.0f})" if steps else "–"
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Does streaming DiLoCo hide an exchange that blocking DiLoCo waits for? Shares of the training time, on one link.
 
-    python benchmarks/streaming.py [--every 8] [--fragments 4] [--epochs 6] [--seeds 1] [--model "mlp(width=512, depth=4)"]
-                                   [--batch-size 4] [--hosts 2] [--ranks-per-host 1] [--link RATE]
+    python benchmarks/streaming.py [--every 8] [--fragments 4] [--epochs 6] [--seeds 1] [--batch-size 4] [--link RATE]
+                                   [--model "mlp(width=512, depth=4)"] [--hosts 2] [--ranks-per-host 1]
 
-Without --link, a step's computing is timed first, on all ranks at once with nothing sent, and the link is chosen so that
-the blocking exchange should take 40 % of the training time. Then `thinwire compare` trains with `diloco(every=…)`, which
-waits for each exchange, and with `diloco(every=…, fragments=…)`, which goes on meanwhile. At the end of each epoch both
-bring all ranks together, and wait for it: with few steps in an epoch that alone is more than the goal.
+Without --link, a step's computing is timed first, on all ranks at once with nothing sent, and the link is chosen so
+that the blocking exchange should take 40 % of the training time. Then `thinwire compare` trains with `diloco(every=…)`,
+which waits for each exchange, and with `diloco(every=…, fragments=…)`, which goes on meanwhile. At the end of each
+epoch both bring all ranks together, and wait for it: with few steps in an epoch that alone is more than the goal.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,16 @@ from tests.worlds import ProcessWorlds, on_threads
 from thinwire.comm.base import Comm
 
 torch.set_num_threads(1)  # tests run beside each other, one a core
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_temporary_folder() -> Iterator[None]:
+    """What tests start has a folder of its worker's: comparisons in two of them need not wait for each other."""
+    before = os.environ.get("TMPDIR", tempfile.gettempdir())  # which this process goes on with
+    with tempfile.TemporaryDirectory(prefix="tw-") as folder:
+        os.environ["TMPDIR"] = folder
+        yield
+    os.environ["TMPDIR"] = before
 
 
 def _nothing(comm: Comm) -> None:

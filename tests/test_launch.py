@@ -159,9 +159,10 @@ def test_a_restart_says_why(tmp_path: Path) -> None:
     assert "rank 1 failed: ZeroDivisionError: a fault of the user's own; restart 1 of 1" in err
 
 
-def test_an_error_in_users_code_shows_its_rank_and_traceback(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["data_parallel", "diloco(every=4, fragments=2)"])  # one is always on its way
+def test_an_error_in_users_code_shows_its_rank_and_traceback(strategy: str, tmp_path: Path) -> None:
     task = noisy(fault="raise", rank=1, step=5)
-    code, _, err = run("train", "--task", task, "--ranks", "2", "--out", str(tmp_path / "run"))
+    code, _, err = run("train", "--strategy", strategy, "--task", task, "--ranks", "2", "--out", str(tmp_path / "run"))
     assert code == 1
     assert [p for p in os.listdir(SCRATCH) if "errorfile" in p] == [], "temporary files were left"
     assert "rank 1 failed: ZeroDivisionError: a fault of the user's own" in err
@@ -213,13 +214,23 @@ def free_port() -> str:
         return str(free.getsockname()[1])
 
 
-def run_ranks(script: Path, num_ranks: int, port: str) -> None:
-    """A script on ranks that were started by hand; each must end well."""
+def run_ranks(script: Path, num_ranks: int, port: str, *more: dict[str, str]) -> None:
+    """A script on ranks that were started by hand, some with more variables; each must end well."""
     env = {**FAST, "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [start(env={**env, "RANK": str(rank)}, program=(str(script),)) for rank in range(num_ranks)]
+    each = [*more, *[{}] * (num_ranks - len(more))]
+    ranks = [start(env={**env, "RANK": str(rank), **each[rank]}, program=(str(script),)) for rank in range(num_ranks)]
     for rank in ranks:
         code, _, err = finish(rank, 60)
         assert code == 0, err
+
+
+def test_what_one_launcher_started_on_a_host_is_a_node(tmp_path: Path) -> None:
+    script = tmp_path / "nodes.py"
+    script.write_text(
+        "import thinwire\nwith thinwire.join() as comm:\n    assert comm.nodes == (0, 0, 1), comm.nodes\n"
+    )
+    two, one = {"LOCAL_WORLD_SIZE": "2"}, {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    run_ranks(script, 3, free_port(), {**two, "LOCAL_RANK": "0"}, {**two, "LOCAL_RANK": "1"}, one)
 
 
 def test_a_process_can_join_leave_and_join_again(tmp_path: Path) -> None:

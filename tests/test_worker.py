@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,51 @@ def resume_on(comm: Comm, settings: dict[str, Any], folder: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_resume_is_exact_with_ranks(process_world: ProcessWorlds, tmp_path: Path, ranks: int) -> None:
     process_world.run(resume_on, ranks, {}, str(tmp_path))
+    assert same_files(tmp_path / "whole", tmp_path / "cut")
+    for file in ("metrics.jsonl", "ledger.jsonl"):
+        assert timeless(tmp_path / "whole", file) == timeless(tmp_path / "cut", file)
+
+
+def stop_in_flight(comm: Comm, strategy: str, folder: str) -> None:
+    """A whole run; and what would have been left had it been stopped within its second epoch, gone on with."""
+    settings = {
+        "task": "tests.user_task:noisy",
+        "strategy": strategy,
+        "epochs": 3,
+        "checkpoint_every": STOPPED_AT,
+        "keep": 9,
+    }
+    train(comm, {**settings, "out": f"{folder}/whole"})
+    if comm.rank == 0:
+        shutil.copytree(f"{folder}/whole", f"{folder}/cut")
+        for checkpoint in Path(folder, "cut", "checkpoints").iterdir():
+            if int(checkpoint.name.removeprefix("step-")) > STOPPED_AT:
+                shutil.rmtree(checkpoint)
+        for result in ("summary.json", "model.safetensors"):
+            Path(folder, "cut", result).unlink()
+    comm.barrier()
+    train(comm, {**settings, "out": f"{folder}/cut", "resume": True})
+
+
+STOPPED_AT = (
+    18  # of 12 batches an epoch: after batch 5 of the second, when every strategy below has something under way
+)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "diloco(every=8, fragments=4)",
+        "daso(ranks_per_node=2, warmup_epochs=0, cooldown_epochs=1, max_global_skips=8)",
+    ],
+)
+def test_a_run_stopped_while_an_exchange_is_under_way_goes_on_exactly(
+    process_world: ProcessWorlds, tmp_path: Path, strategy: str
+) -> None:
+    process_world.run(stop_in_flight, 4, strategy, str(tmp_path))
+    states = list((tmp_path / "whole" / "checkpoints").glob(f"*{STOPPED_AT:02d}/rank-*.json"))
+    assert len(states) == 4
+    assert all(json.loads(s.read_text())["tree"]["strategy"]["averaging"]["fragment"] is not None for s in states)
     assert same_files(tmp_path / "whole", tmp_path / "cut")
     for file in ("metrics.jsonl", "ledger.jsonl"):
         assert timeless(tmp_path / "whole", file) == timeless(tmp_path / "cut", file)
