@@ -1,7 +1,7 @@
 """Does streaming DiLoCo hide an exchange that blocking DiLoCo waits for? Shares of the training time, on one link.
 
     python benchmarks/streaming.py [--every 8] [--fragments 4] [--epochs 6] [--seeds 1] [--batch-size 4] [--link RATE]
-                                   [--model "mlp(width=512, depth=4)"] [--hosts 2] [--ranks-per-host 1]
+                                   [--model resnet32] [--hosts 2] [--ranks-per-host 1]
 
 Without --link, a step's computing is timed first, on all ranks at once with nothing sent, and the link is chosen so
 that the blocking exchange should take 40 % of the training time. Then `thinwire compare` trains with `diloco(every=…)`,
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--fragments", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--model", default="mlp(width=512, depth=4)")
+    parser.add_argument("--model", default="resnet32")
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks-per-host", type=int, default=1)

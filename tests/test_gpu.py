@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import thinwire as tw
 from tests.reducers.test_laws import SPECS, tensors
 from tests.reducers.test_laws import steps as reducer_steps
-from tests.strategies.test_laws import batches, same, sgd, steps, weights
+from tests.strategies.test_laws import batches, epochs, same, sgd, steps, weights
 from tests.worlds import ProcessWorlds, on_threads
 from thinwire.comm.base import Comm
 from thinwire.reducers.base import Named
@@ -90,6 +90,33 @@ def test_reducers_on_cuda_tensors_give_every_rank_the_mean_of_what_was_sent(
 def test_compressed_training_on_a_gpu_keeps_ranks_equal(process_world: ProcessWorlds, reducer: str) -> None:
     results: list[Any] = process_world.run(train, 4, f"data_parallel(reducer={reducer}, parcel_mb=0.005)")
     assert all(same(results[0], other) for other in results)
+
+
+ON_A_SCHEDULE = [
+    "local_sgd(every=3)",
+    "diloco(every=4, fragments=2, reducer=error_feedback(maxnorm(bits=4)))",
+    "daso(ranks_per_node=2, warmup_epochs=1, cooldown_epochs=0, reducer=mean)",
+    "daso(ranks_per_node=2, warmup_epochs=0, cooldown_epochs=0, merge=delta)",
+]
+
+
+def train_in_epochs(comm: Comm, spec: str, device: str) -> dict[str, Tensor]:
+    model = copy.deepcopy(NET).to(device)
+    strategy = tw.prepare(spec, model=model, optimizer=sgd, loss=nn.functional.cross_entropy, comm=comm, epochs=2)
+    epochs(strategy, batches(10, 24), 5)
+    strategy.load_state_dict(strategy.state_dict())
+    epochs(strategy, batches(7, 24), 5)
+    return {name: tensor.cpu() for name, tensor in weights(strategy.consolidate()).items()}
+
+
+@pytest.mark.parametrize("spec", ON_A_SCHEDULE)
+def test_parameters_exchanged_beside_a_gpu_are_those_of_a_cpu(process_world: ProcessWorlds, spec: str) -> None:
+    results: list[Any] = process_world.run(train_in_epochs, 4, spec, "cuda")
+    assert all(same(results[0], other) for other in results)
+    on_cpu = on_threads(train_in_epochs, 4, spec, "cpu")[0]
+    coarse = 1e-4 if "mean" in spec or "local_sgd" in spec else 2e-2  # a rounding may fall the other way
+    for name, expected in on_cpu.items():
+        torch.testing.assert_close(results[0][name], expected, rtol=coarse, atol=coarse)
 
 
 def test_nccl_gives_cpu_tensors_back_whole() -> None:
