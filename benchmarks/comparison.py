@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import tempfile
@@ -27,10 +28,19 @@ def compare(specs: list[str], **settings: Any) -> dict[str, Entry]:
 
 
 def compute_seconds(**settings: Any) -> tuple[float, int]:
-    """Seconds of computing in a step when all ranks compute at once and nobody sends, and the model's parameters."""
-    entry = compare([ALONE], **{**settings, "seeds": 1})[ALONE]
-    computing = mean(entry, "train_seconds") * (1 - mean(entry, "waiting_share"))
-    return computing / mean(entry, "steps"), int(mean(entry, "parameters"))
+    """Seconds of computing in a step when all ranks compute at once and nobody sends, and the model's parameters.
+
+    Those of the fastest epoch: the machine may have been busy with something else in the others.
+    """
+    entry = compare([ALONE], **settings, seeds=1)[ALONE]
+    rows = [{"step": 0, "train_seconds": 0.0, "waiting_seconds": 0.0}, *entry.finished[0].metrics]
+    return min(computing(*epoch) for epoch in itertools.pairwise(rows)), int(mean(entry, "parameters"))
+
+
+def computing(before: dict[str, Any], after: dict[str, Any]) -> float:
+    """Seconds of computing in a step, between two rows of a run's metrics."""
+    steps, seconds, waiting = (after[name] - before[name] for name in ("step", "train_seconds", "waiting_seconds"))
+    return float(seconds - waiting) / steps
 
 
 def mean(entry: Entry, figure: str) -> float:

@@ -2,10 +2,11 @@
 
 What travels is how far a rank has moved since the ranks last agreed, so any reducer can carry it:
 
-    start   sent ← x;  moved = reduce(agreed − sent), on the group's own thread
+    start   sent ← x;  moved = reduce(agreed − sent), on a thread of its own
     merge   agreed ← agreed − outer(moved);  x ← agreed + (x − sent)
 
-`sent` is a private copy, so x may go on. What was learned since then is in x − sent, and kept.
+`sent` is a private copy, so x may go on. What was learned since then is in x − sent, and kept. Where ranks form nodes,
+one of each node speaks for it, and passes on what it was told.
 """
 
 from __future__ import annotations
@@ -17,10 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.comm.background import Background
-from thinwire.comm.base import Comm
+from thinwire.comm.base import Comm, in_one_go
 from thinwire.errors import UsageError
 from thinwire.reducers.base import Named, Reducer, restored
-from thinwire.reducers.mean import mean
 
 Tensors = list[Tensor]
 Merge = Callable[[Tensors, Tensors, Tensors], None]  # (x, sent, agreed): changes x
@@ -30,7 +30,7 @@ class Flight(NamedTuple):
     """A fragment on its way."""
 
     fragment: int
-    work: Background[None] | None  # none on a rank that is told by another what came of it
+    work: Background[None] | None  # none after a resume: it has arrived
 
 
 class Outer(NamedTuple):
@@ -49,12 +49,13 @@ class Averaging:
 
     def __init__(
         self, model: nn.Module, reducer: Reducer, comm: Comm, fragments: int = 1, outer: Outer = Outer(),
-        weight: float = 1.0,
+        node: Comm | None = None, weight: float = 1.0,
     ) -> None:  # fmt: skip
-        self.comm = comm
+        self.comm = comm  # those that speak to each other
+        self.node = node  # those that one of them speaks for
         self.reducer = reducer
         self.outer = outer
-        self.weight = weight  # of this rank in the mean; 1 on average
+        self.weight = weight  # of this rank, or node, in the mean; 1 on average
         self.parameters: Named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.fragments = cut(self.parameters, fragments)
         self.buffers = {f"buffer {name}": buffer for name, buffer in averaged_buffers(model).items()}
@@ -67,27 +68,22 @@ class Averaging:
         self.flight: Flight | None = None
 
     @torch.no_grad()
-    def start(self, fragment: int = 0, taking_part: bool = True) -> None:
-        """Keep a fragment as it is now, and begin to exchange it unless another rank of the node does."""
+    def start(self, fragment: int = 0, speaker: int = 0, apart: bool = False) -> None:
+        """Keep a fragment as it is now, and begin to exchange it.
+
+        `speaker` is the rank of the node that does; `apart` says that others may have other parameters.
+        """
         assert self.flight is None, "one fragment at a time"
         names = self._names(fragment)
         torch._foreach_copy_(_of(self.sent, names), _of(self.x, names))
-        device = self.sent[names[0]].device
-        work = self.comm.in_background(lambda: self._exchange(fragment), device) if taking_part else None
+        group, device = self.node or self.comm, self.sent[names[0]].device
+        work = group.in_background(lambda: self._exchange(fragment, speaker, apart), device)
         self.flight = Flight(fragment, work)
-
-    def arrive(self) -> Named:
-        """Wait for the fragment that is under way; returns the mean movement, to be passed on within a node."""
-        assert self.flight is not None, "nothing is on its way"
-        if self.flight.work is not None:
-            self.flight.work.wait()
-        return {name: self.moved[name] for name in self._names(self.flight.fragment)}
 
     @torch.no_grad()
     def merge(self, merge: Merge | None = None) -> None:
-        """Move the agreed parameters, and this rank's with them."""
-        names = list(self.arrive())
-        assert self.flight is not None
+        """Wait for what is under way; move the agreed parameters, and this rank's with them."""
+        names = self._names(self._arrived())
         agreed = _of(self.agreed, names)
         torch._foreach_sub_(agreed, self._steps(names))
         (merge or keep_progress)(_of(self.x, names), _of(self.sent, names), agreed)
@@ -108,36 +104,51 @@ class Averaging:
             "fragment": None,
         }
         if self.flight is not None:
-            moved = self.arrive()
-            state |= {"fragment": self.flight.fragment, "moved": moved, "sent": {n: self.sent[n] for n in moved}}
+            fragment = self._arrived()
+            names = self._names(fragment)
+            state |= {"fragment": fragment, **{k: {n: getattr(self, k)[n] for n in names} for k in ("moved", "sent")}}
         return state
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state."""
         if self.flight is not None:
-            self.arrive()
+            self._arrived()
         self.states = restored(self.states, state["states"])
         self.flight = None if state["fragment"] is None else Flight(state["fragment"], None)
         for name in ("agreed", "momentum", *(("moved", "sent") if self.flight else ())):
             for key, tensor in state[name].items():
                 getattr(self, name)[key].copy_(tensor)
 
+    def _arrived(self) -> int:
+        """The fragment that is under way, once it has arrived."""
+        assert self.flight is not None, "nothing is on its way"
+        if self.flight.work is not None:
+            self.flight.work.wait()
+        return self.flight.fragment
+
     @torch.no_grad()
-    def _exchange(self, fragment: int) -> None:
+    def _exchange(self, fragment: int, speaker: int, apart: bool) -> None:
         names = self._names(fragment)
         moved = _of(self.moved, names)
         torch._foreach_copy_(moved, torch._foreach_sub(_of(self.agreed, names), _of(self.sent, names)))
+        if self.node is not None:
+            in_one_go([self.moved[n] for n in names if apart or n in self.buffers], self.node.mean)
+        if self.node is None or self.node.rank == speaker:
+            self._reduce(fragment, moved)
+        if self.node is not None:
+            node = self.node
+            in_one_go(moved, lambda flat: node.broadcast(flat, speaker))
+
+    def _reduce(self, fragment: int, moved: Tensors) -> None:
         if self.weight != 1:
             torch._foreach_mul_(moved, self.weight)
-        reduced = self.reducer.reduce(
-            {n: self.moved[n] for n in self.fragments[fragment]}, self.states[fragment], self.comm
-        )
+        given = {n: self.moved[n] for n in self._names(fragment)}
+        parameters = {n: t for n, t in given.items() if n in self.parameters}
+        reduced = self.reducer.reduce(parameters, self.states[fragment], self.comm)
         self.states[fragment] = reduced.state
-        means = reduced.mean
-        if len(names) > len(means):
-            means = means | mean().reduce({n: self.moved[n] for n in names if n in self.buffers}, {}, self.comm).mean
-        torch._foreach_copy_(moved, _of(means, names))
+        torch._foreach_copy_(list(parameters.values()), _of(reduced.mean, list(parameters)))
+        in_one_go([t for n, t in given.items() if n in self.buffers], self.comm.mean)
 
     def _steps(self, names: Sequence[str]) -> Tensors:
         """outer(moved): lr·(moved + μ·m) with m ← μ·m + moved."""

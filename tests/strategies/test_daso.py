@@ -42,10 +42,9 @@ def trace(comm: Comm, cycle: Cycle, num_batches: int) -> list[str]:
     def b() -> str:
         return f"b{strategy.batch - ended}"
 
-    def started(fragment: int = 0, taking_part: bool = True) -> None:
-        assert taking_part == (comm.rank % 4 == strategy.rail)
-        events.append(f"{b()} {'blocking' if ended else 'send'} r{strategy.rail}")
-        start(fragment, taking_part)
+    def started(fragment: int = 0, speaker: int = 0, apart: bool = False) -> None:
+        events.append(f"{b()} {'blocking' if ended else 'send'} r{speaker}")
+        start(fragment, speaker, apart)
 
     def merged(rule: Any = None) -> None:
         if rule is not None:

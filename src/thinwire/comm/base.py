@@ -219,3 +219,13 @@ def gather_json(comm: Comm, value: Any, pad_bytes: int = 1024) -> list[Any]:
 def num_bytes(tensor: Tensor) -> int:
     """The size of a tensor's data."""
     return tensor.numel() * tensor.element_size()
+
+
+@torch.no_grad()
+def in_one_go(tensors: Sequence[Tensor], operation: Callable[[Tensor], Tensor]) -> None:
+    """Replace tensors by what an operation makes of them, all of one dtype together: one round trip, not many."""
+    for dtype in dict.fromkeys(t.dtype for t in tensors):
+        same = [t for t in tensors if t.dtype == dtype]
+        flat = operation(torch.cat([t.reshape(-1) for t in same]))
+        for tensor, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
+            tensor.copy_(part.view(tensor.shape))

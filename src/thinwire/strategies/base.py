@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire import registry
-from thinwire.comm.base import Comm
+from thinwire.comm.base import Comm, in_one_go
 from thinwire.data import Batch, Shard
 from thinwire.errors import RunError, UsageError
 from thinwire.optim import OptimizerFactory
@@ -176,16 +176,6 @@ def consolidated(model: nn.Module, comm: Comm, equal: bool) -> nn.Module:
             in_one_go([p for p in whole.parameters() if p.requires_grad], comm.mean)
     average_buffers(whole, comm)
     return whole
-
-
-@torch.no_grad()
-def in_one_go(tensors: Sequence[Tensor], operation: Callable[[Tensor], Tensor]) -> None:
-    """Replace tensors by what an operation makes of them, all of one dtype together: one round trip, not many."""
-    for dtype in dict.fromkeys(t.dtype for t in tensors):
-        same = [t for t in tensors if t.dtype == dtype]
-        flat = operation(torch.cat([t.reshape(-1) for t in same]))
-        for tensor, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
-            tensor.copy_(part.view(tensor.shape))
 
 
 def prepare(

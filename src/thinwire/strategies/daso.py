@@ -10,7 +10,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 
 from thinwire.averaging import Averaging, keep_progress
-from thinwire.comm.base import Comm
+from thinwire.comm.base import Comm, in_one_go
 from thinwire.data import Batch, Shard
 from thinwire.errors import UsageError
 from thinwire.overlap import exchange
@@ -18,7 +18,7 @@ from thinwire.progress import say
 from thinwire.reducers.base import Reducer, restored
 from thinwire.reducers.half import bf16
 from thinwire.reducers.mean import mean
-from thinwire.strategies.base import Learner, Recipe, consolidated, in_one_go, replicate
+from thinwire.strategies.base import Learner, Recipe, consolidated, replicate
 
 PATIENCE = 3  # epochs in a row without improvement, until the loss counts as stable
 
@@ -103,7 +103,9 @@ class DASO:
         rails = [[node[i] for node in nodes] for i in range(self.num_rails)]
         without = [[rank] for node in nodes for rank in node[self.num_rails :]]
         weight = len(mine) * len(nodes) / comm.size
-        self.averaging = Averaging(model, reducer, comm.split([*rails, *without], "between"), weight=weight)
+        across = comm.split([*rails, *without], "between")
+        speaking = comm.split(nodes, "node")  # apart from gradients, which travel at the same time
+        self.averaging = Averaging(model, reducer, across, node=speaking, weight=weight)
 
         self.cycle = Cycle(between=min(4, max_global_skips))
         self.plateau = Plateau()
@@ -155,28 +157,19 @@ class DASO:
 
     def _start(self) -> None:
         """A rank of each node takes its node's parameters to the others; the next time another one does."""
-        if self.cycle.inside > 1:
-            in_one_go(list(self.averaging.parameters.values()), self.node.mean)
-        in_one_go(list(self.averaging.buffers.values()), self.node.mean)
-        self.averaging.start(taking_part=self.position == self.rail)
+        self.averaging.start(speaker=self.rail, apart=self.cycle.inside > 1)
         self.root, self.rail = self.rail, (self.rail + 1) % self.num_rails
         self.in_flight = 0
 
-    def _arrive(self) -> None:
-        """What that rank was told, it tells its node."""
-        in_one_go(list(self.averaging.arrive().values()), lambda moved: self.node.broadcast(moved, self.root))
-
     def _merge(self) -> None:
-        self._arrive()
         self.averaging.merge(self._paper if self.merge_rule == "paper" else keep_progress)
-        if self.cycle.inside > 1:  # else they are equal already
+        if self.cycle.inside > 1:  # else the ranks of a node are equal already
             in_one_go(list(self.averaging.x.values()), lambda x: self.node.broadcast(x, self.root))
 
     def _meet(self) -> None:
         """Start, wait and merge: then all ranks are equal."""
         if self.num_nodes > 1:
             self._start()
-            self._arrive()
             self.averaging.merge()
         self.together = True
 
