@@ -34,7 +34,7 @@ def daso(comm: Comm, spec: str, num_epochs: int = 1) -> DASO:
 def trace(comm: Comm, cycle: Cycle, num_batches: int) -> list[str]:
     """What one rank sees of an epoch, batch by batch."""
     strategy = daso(comm, CYCLING.format(4))
-    strategy.cycle = cycle
+    strategy.cycle, strategy.apart = cycle, cycle.inside > 1
     events: list[str] = []
     start, merge, backward = strategy.averaging.start, strategy.averaging.merge, strategy.learner.backward
     ended = False
@@ -248,6 +248,30 @@ def test_a_run_stopped_in_mid_cycle_goes_on_exactly(world: World) -> None:
     for straight, *resumed in results:
         assert same(straight, results[0][0])
         assert all(same(straight, one) for one in resumed)
+
+
+def inside_nodes(comm: Comm, merge: str) -> list[tuple[bool, bool, bool]]:
+    """After each step: did the ranks of a node once go their own ways; are they equal; are all ranks?"""
+    spec = f"daso(ranks_per_node=2, warmup_epochs=0, cooldown_epochs=1, stability=1, merge={merge})"
+    strategy = daso(comm, spec, num_epochs=15)
+    found = []
+    for i, batch in enumerate(batches(15 * 9, 16)):
+        epochs(strategy, [batch], 9, start=i)
+        flat = torch.cat([p.detach().flatten() for p in strategy.model.parameters()])
+        everyone = comm.gather(flat)
+        mate = everyone[comm.rank ^ 1]
+        found.append((strategy.apart, torch.equal(flat, mate), all(torch.equal(flat, other) for other in everyone)))
+    return found
+
+
+@pytest.mark.parametrize("merge", ["paper", "delta"])
+def test_ranks_of_a_node_are_equal_until_they_go_their_own_ways_and_all_are_when_nodes_meet(merge: str) -> None:
+    for found in tw.simulate(lambda comm: inside_nodes(comm, merge), ranks=4):
+        assert any(apart for apart, *_ in found)
+        assert all(inside for apart, inside, _ in found if not apart)
+        assert not all(inside for apart, inside, _ in found if apart)
+        assert all(everywhere for *_, everywhere in found[8::9]), "at the end of each epoch"
+        assert all(everywhere for *_, everywhere in found[-9:]), "throughout the cool-down"
 
 
 def statistics(comm: Comm) -> list[Tensor]:

@@ -97,7 +97,6 @@ class DASO:
         nodes = _nodes(comm, ranks_per_node)
         mine = next(node for node in nodes if comm.rank in node)
         self.num_nodes, self.num_rails = len(nodes), min(map(len, nodes))
-        self.position = mine.index(comm.rank)
         self.node = comm.split(nodes, "node")
         self.exchange = exchange(model, local_reducer, self.node)
         rails = [[node[i] for node in nodes] for i in range(self.num_rails)]
@@ -115,6 +114,7 @@ class DASO:
         self.in_flight = 0  # batches since the exchange began
         self.loss_sum = torch.zeros((), dtype=torch.float64)
         self.together = True  # every rank's parameters are the same
+        self.apart = False  # ranks of a node have had gradients, and so momenta, of their own
 
     def step(self, batch: Batch) -> Tensor:
         cycling = self.cycling
@@ -157,13 +157,16 @@ class DASO:
 
     def _start(self) -> None:
         """A rank of each node takes its node's parameters to the others; the next time another one does."""
-        self.averaging.start(speaker=self.rail, apart=self.cycle.inside > 1)
+        self.averaging.start(speaker=self.rail, apart=self.apart)
         self.root, self.rail = self.rail, (self.rail + 1) % self.num_rails
         self.in_flight = 0
 
     def _merge(self) -> None:
-        self.averaging.merge(self._paper if self.merge_rule == "paper" else keep_progress)
-        if self.cycle.inside > 1:  # else the ranks of a node are equal already
+        if self.merge_rule == "delta":
+            self.averaging.merge(keep_progress)
+            return
+        self.averaging.merge(self._paper)
+        if self.apart:  # else the ranks of a node are equal already
             in_one_go(list(self.averaging.x.values()), lambda x: self.node.broadcast(x, self.root))
 
     def _meet(self) -> None:
@@ -188,6 +191,7 @@ class DASO:
         self.plateau = self.plateau.after(loss, self.stability)
         if self.plateau.stable:
             self.cycle = self.cycle.after_plateau(self.max_global_skips)
+            self.apart = self.apart or self.cycle.inside > 1
 
     # ---- results and states
 
@@ -212,7 +216,7 @@ class DASO:
             setattr(self, name, state["counts"][name])
 
 
-COUNTS = ("epoch", "batch", "in_flight", "rail", "root", "together")
+COUNTS = ("epoch", "batch", "in_flight", "rail", "root", "together", "apart")
 
 
 def _phases(epochs: int | None, warmup: int, cooldown: int) -> tuple[int, int]:
