@@ -1,12 +1,13 @@
 """Does streaming DiLoCo hide an exchange that blocking DiLoCo waits for? Shares of the training time, on one link.
 
-    python benchmarks/streaming.py [--every 8] [--fragments 4] [--epochs 4] [--seeds 1] [--batch-size 4] [--link RATE]
-                                   [--model resnet32] [--hosts 2] [--ranks-per-host 1]
+    python benchmarks/streaming.py [--every 8] [--fragments 4] [--epochs 1] [--seeds 1] [--batch-size 1024]
+                                   [--link RATE] [--task TASK] [--hosts 2] [--ranks-per-host 1]
 
 Without --link, a step's computing is timed first, on all ranks at once with nothing sent, and the link is chosen so
 that the blocking exchange should take 36 % of the training time. Then `thinwire compare` trains with `diloco(every=…)`,
 which waits for each exchange, and with `diloco(every=…, fragments=…)`, which goes on meanwhile. At the end of each
-epoch both bring all ranks together, and wait for it: with few steps in an epoch that alone is more than the goal.
+epoch both bring all ranks together, and wait for it: with few steps in an epoch that alone would be more than the
+goal, so the default is an epoch of 400 steps.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from thinwire.comm.ledger import all_reduce_bytes
 from thinwire.netlab import Link
 
 AIM = 0.36  # share of the training time that the blocking exchange should take
-TIMED_EPOCHS = 3
+TIMED_EPOCHS = 1
 AT_LEAST, GOAL = 0.30, 0.05
 
 
@@ -27,10 +28,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--every", type=int, default=8)
     parser.add_argument("--fragments", type=int, default=4)
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--model", default="resnet32")
-    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--task", default="synthetic(samples=819200)")
+    parser.add_argument("--batch-size", type=int, default=1024)
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks-per-host", type=int, default=1)
     parser.add_argument("--link", help="default: one on which blocking should wait 36 %% of the time")
@@ -40,8 +41,7 @@ def main() -> None:
 def report(options: argparse.Namespace) -> None:
     ranks = options.hosts * options.ranks_per_host
     settings = {
-        "task": "digits",
-        "model": options.model,
+        "task": options.task,
         "batch_size": options.batch_size,
         "ranks": ranks,
         "nodes": options.hosts,
@@ -52,7 +52,7 @@ def report(options: argparse.Namespace) -> None:
         wire_bytes = all_reduce_bytes(4 * parameters, ranks)
         exchange = options.every * compute * AIM / (1 - AIM)
         link = str(Link(rate_mbit=round(wire_bytes * 8e-6 / exchange, 1)))
-        print(f"{options.model}, {parameters:,} parameters, computing {1e3 * compute:.1f} ms a step; ", end="")
+        print(f"{options.task}, {parameters:,} parameters, computing {1e3 * compute:.1f} ms a step; ", end="")
         print(f"{wire_bytes / 1e6:.2f} MB over each link in {1e3 * exchange:.0f} ms")
 
     blocking = f"diloco(every={options.every})"

@@ -11,19 +11,25 @@ one of each node speaks for it, and passes on what it was told.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from thinwire.comm.background import Background
-from thinwire.comm.base import Comm, in_one_go
+from thinwire.comm.base import Comm
 from thinwire.errors import UsageError
 from thinwire.reducers.base import Named, Reducer, restored
 
-Tensors = list[Tensor]
-Merge = Callable[[Tensors, Tensors, Tensors], None]  # (x, sent, agreed): changes x
+Merge = Callable[[Tensor, Tensor, Tensor], Tensor]  # (x, sent, agreed) → x
+
+
+class Outer(NamedTuple):
+    """The step that the agreed parameters take: SGD with Nesterov momentum on the mean movement."""
+
+    lr: float = 1.0
+    momentum: float = 0.0
 
 
 class Flight(NamedTuple):
@@ -33,11 +39,14 @@ class Flight(NamedTuple):
     work: Background[None] | None  # none after a resume: it has arrived
 
 
-class Outer(NamedTuple):
-    """The step that the agreed parameters take: SGD with Nesterov momentum on the mean movement."""
+class Fragment(NamedTuple):
+    """Part of all tensors laid end to end: parameters and, in the last fragment, buffers behind them."""
 
-    lr: float = 1.0
-    momentum: float = 0.0
+    x: list[Tensor]
+    names: list[str]  # of the parameters
+    whole: slice
+    parameters: slice
+    buffers: slice
 
 
 class Averaging:
@@ -56,124 +65,121 @@ class Averaging:
         self.reducer = reducer
         self.outer = outer
         self.weight = weight  # of this rank, or node, in the mean; 1 on average
-        self.parameters: Named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.fragments = cut(self.parameters, fragments)
-        self.buffers = {f"buffer {name}": buffer for name, buffer in averaged_buffers(model).items()}
-        self.x = {**self.parameters, **self.buffers}
-        self.agreed = {name: t.detach().clone() for name, t in self.x.items()}
-        self.sent = {name: torch.empty_like(t) for name, t in self.agreed.items()}
-        self.moved = {name: torch.zeros_like(t) for name, t in self.agreed.items()}
-        self.momentum = {n: torch.zeros_like(self.agreed[n]) for n in self.parameters} if outer.momentum else {}
-        self.states = [reducer.init({n: self.agreed[n] for n in names}) for names in self.fragments]
+        self.fragments = _fragments(model, fragments)
+        self.agreed = torch.cat([_flat(fragment.x) for fragment in self.fragments])
+        self.sent, self.moved = torch.empty_like(self.agreed), torch.zeros_like(self.agreed)
+        self.momentum = torch.zeros_like(self.agreed) if outer.momentum else self.agreed[:0]
+        self.states = [reducer.init(self._named(self.agreed, fragment)) for fragment in self.fragments]
         self.flight: Flight | None = None
 
     @torch.no_grad()
-    def start(self, fragment: int = 0, speaker: int = 0, apart: bool = False) -> None:
+    def start(self, number: int = 0, speaker: int = 0, apart: bool = False) -> None:
         """Keep a fragment as it is now, and begin to exchange it.
 
         `speaker` is the rank of the node that does; `apart` says that others may have other parameters.
         """
         assert self.flight is None, "one fragment at a time"
-        names = self._names(fragment)
-        torch._foreach_copy_(_of(self.sent, names), _of(self.x, names))
-        group, device = self.node or self.comm, self.sent[names[0]].device
-        work = group.in_background(lambda: self._exchange(fragment, speaker, apart), device)
-        self.flight = Flight(fragment, work)
+        fragment = self.fragments[number]
+        self.sent[fragment.whole] = _flat(fragment.x)
+        group = self.node or self.comm
+        work = group.in_background(lambda: self._exchange(number, speaker, apart), self.sent.device)
+        self.flight = Flight(number, work)
 
     @torch.no_grad()
     def merge(self, merge: Merge | None = None) -> None:
         """Wait for what is under way; move the agreed parameters, and this rank's with them."""
-        names = self._names(self._arrived())
-        agreed = _of(self.agreed, names)
-        torch._foreach_sub_(agreed, self._steps(names))
-        (merge or keep_progress)(_of(self.x, names), _of(self.sent, names), agreed)
+        fragment = self.fragments[self._arrived()]
+        agreed = self.agreed[fragment.whole]
+        self._step(fragment)
+        x = (merge or keep_progress)(_flat(fragment.x), self.sent[fragment.whole], agreed)
+        torch._foreach_copy_(fragment.x, _cut_up(x, fragment.x))
         self.flight = None
 
     def meet(self) -> None:
         """All fragments, and wait for them: then x is the same on all ranks."""
-        for fragment in range(len(self.fragments)):
-            self.start(fragment)
+        for number in range(len(self.fragments)):
+            self.start(number)
             self.merge()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, once what is under way has come; it is merged when its time comes, as if nobody had looked."""
-        state: dict[str, Any] = {
-            "agreed": self.agreed,
-            "momentum": self.momentum,
-            "states": self.states,
-            "fragment": None,
-        }
-        if self.flight is not None:
-            fragment = self._arrived()
-            names = self._names(fragment)
-            state |= {"fragment": fragment, **{k: {n: getattr(self, k)[n] for n in names} for k in ("moved", "sent")}}
-        return state
+        flight = None if self.flight is None else self._arrived()
+        whole = slice(0) if flight is None else self.fragments[flight].whole
+        return {
+            "agreed": self.agreed, "momentum": self.momentum, "reducer": self.states, "flight": flight,
+            "sent": self.sent[whole], "moved": self.moved[whole],
+        }  # fmt: skip
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state."""
         if self.flight is not None:
             self._arrived()
-        self.states = restored(self.states, state["states"])
-        self.flight = None if state["fragment"] is None else Flight(state["fragment"], None)
-        for name in ("agreed", "momentum", *(("moved", "sent") if self.flight else ())):
-            for key, tensor in state[name].items():
-                getattr(self, name)[key].copy_(tensor)
+        self.states = restored(self.states, state["reducer"])
+        self.agreed.copy_(state["agreed"])
+        self.momentum.copy_(state["momentum"])
+        self.flight = None if state["flight"] is None else Flight(state["flight"], None)
+        if self.flight is not None:
+            whole = self.fragments[self.flight.fragment].whole
+            self.sent[whole], self.moved[whole] = state["sent"], state["moved"]
 
     def _arrived(self) -> int:
-        """The fragment that is under way, once it has arrived."""
+        """The number of the fragment that is under way, once it has arrived."""
         assert self.flight is not None, "nothing is on its way"
         if self.flight.work is not None:
             self.flight.work.wait()
         return self.flight.fragment
 
     @torch.no_grad()
-    def _exchange(self, fragment: int, speaker: int, apart: bool) -> None:
-        names = self._names(fragment)
-        moved = _of(self.moved, names)
-        torch._foreach_copy_(moved, torch._foreach_sub(_of(self.agreed, names), _of(self.sent, names)))
-        if self.node is not None:
-            in_one_go([self.moved[n] for n in names if apart or n in self.buffers], self.node.mean)
-        if self.node is None or self.node.rank == speaker:
-            self._reduce(fragment, moved)
-        if self.node is not None:
-            node = self.node
-            in_one_go(moved, lambda flat: node.broadcast(flat, speaker))
+    def _exchange(self, number: int, speaker: int, apart: bool) -> None:
+        fragment = self.fragments[number]
+        moved = self.moved[fragment.whole]
+        torch.sub(self.agreed[fragment.whole], self.sent[fragment.whole], out=moved)
+        if self.node is None:
+            self._reduce(number)
+            return
+        own = self.moved[fragment.whole if apart else fragment.buffers]  # what the ranks of a node differ in
+        if own.numel():
+            own.copy_(self.node.mean(own))
+        if self.node.rank == speaker:
+            self._reduce(number)
+        moved.copy_(self.node.broadcast(moved, speaker))
 
-    def _reduce(self, fragment: int, moved: Tensors) -> None:
-        if self.weight != 1:
-            torch._foreach_mul_(moved, self.weight)
-        given = {n: self.moved[n] for n in self._names(fragment)}
-        parameters = {n: t for n, t in given.items() if n in self.parameters}
-        reduced = self.reducer.reduce(parameters, self.states[fragment], self.comm)
-        self.states[fragment] = reduced.state
-        torch._foreach_copy_(list(parameters.values()), _of(reduced.mean, list(parameters)))
-        in_one_go([t for n, t in given.items() if n in self.buffers], self.comm.mean)
+    def _reduce(self, number: int) -> None:
+        """Parameters by the reducer, buffers exactly; both at the same time."""
+        fragment = self.fragments[number]
+        self.moved[fragment.whole] *= self.weight
+        buffers = self.moved[fragment.buffers]
+        exact = self.comm.start_mean(buffers) if buffers.numel() else None
+        given = self._named(self.moved, fragment)
+        reduced = self.reducer.reduce(given, self.states[number], self.comm)
+        self.states[number] = reduced.state
+        torch._foreach_copy_(list(given.values()), [reduced.mean[name] for name in given])
+        if exact is not None:
+            buffers.copy_(exact.wait())
 
-    def _steps(self, names: Sequence[str]) -> Tensors:
-        """outer(moved): lr·(moved + μ·m) with m ← μ·m + moved."""
+    def _step(self, fragment: Fragment) -> None:
+        """m ← μ·m + moved; agreed ← agreed − ν·(moved + μ·m). Buffers go all the way."""
         lr, decay = self.outer
-        steps = []
-        for name in names:
-            moved = self.moved[name]
-            if name in self.momentum:
-                momentum = self.momentum[name].mul_(decay).add_(moved)
-                moved = moved + decay * momentum
-            steps.append(moved if name in self.buffers or lr == 1 else lr * moved)
-        return steps
+        step = self.moved[fragment.parameters]
+        if decay:
+            momentum = self.momentum[fragment.parameters].mul_(decay).add_(step)
+            step = step + decay * momentum
+        self.agreed[fragment.parameters] -= lr * step if lr != 1 else step
+        self.agreed[fragment.buffers] -= self.moved[fragment.buffers]
 
-    def _names(self, fragment: int) -> list[str]:
-        last = fragment == len(self.fragments) - 1
-        return [*self.fragments[fragment], *(self.buffers if last else ())]
+    @staticmethod
+    def _named(flat: Tensor, fragment: Fragment) -> Named:
+        parts = _cut_up(flat[fragment.parameters], fragment.x[: len(fragment.names)])
+        return dict(zip(fragment.names, parts, strict=True))
 
 
-def keep_progress(x: Tensors, sent: Tensors, agreed: Tensors) -> None:
+def keep_progress(x: Tensor, sent: Tensor, agreed: Tensor) -> Tensor:
     """x ← agreed + (x − sent): what was learned while the exchange was under way is kept whole.
 
     Where nothing was, x is exactly what all ranks agreed on.
     """
-    torch._foreach_sub_(x, sent)
-    torch._foreach_add_(x, agreed)
+    return agreed + (x - sent)
 
 
 def cut(parameters: Named, fragments: int) -> list[list[str]]:
@@ -196,14 +202,28 @@ def cut(parameters: Named, fragments: int) -> list[list[str]]:
     return parts
 
 
-def averaged_buffers(model: nn.Module) -> Named:
-    """The buffers that ranks average: floating-point ones that are part of the model's state.
+def _fragments(model: nn.Module, number: int) -> list[Fragment]:
+    parameters = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    state = model.state_dict()  # buffers that are no part of it are caches that every rank computes for itself
+    buffers = [b for n, b in model.named_buffers() if n in state and b.is_floating_point()]
+    parts, found, begin = cut(parameters, number), [], 0
+    for i, names in enumerate(parts):
+        mine = [parameters[name] for name in names]
+        behind = buffers if i == len(parts) - 1 else []
+        middle = begin + sum(t.numel() for t in mine)
+        end = middle + sum(t.numel() for t in behind)
+        found.append(Fragment([*mine, *behind], names, slice(begin, end), slice(begin, middle), slice(middle, end)))
+        begin = end
+    return found
 
-    Others are caches that every rank computes for itself, or counters.
-    """
-    state = model.state_dict()
-    return {name: b for name, b in model.named_buffers() if name in state and b.is_floating_point()}
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    """End to end, in float32 or, if any is, float64."""
+    dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    return torch.cat([t.reshape(-1).to(dtype) for t in tensors])
 
 
-def _of(tensors: Named, names: Sequence[str]) -> Tensors:
-    return [tensors[name].detach() for name in names]
+def _cut_up(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """The tensors that lie end to end."""
+    parts = flat.split([t.numel() for t in like])
+    return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]

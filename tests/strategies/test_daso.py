@@ -42,9 +42,9 @@ def trace(comm: Comm, cycle: Cycle, num_batches: int) -> list[str]:
     def b() -> str:
         return f"b{strategy.batch - ended}"
 
-    def started(fragment: int = 0, speaker: int = 0, apart: bool = False) -> None:
+    def started(number: int = 0, speaker: int = 0, apart: bool = False) -> None:
         events.append(f"{b()} {'blocking' if ended else 'send'} r{speaker}")
-        start(fragment, speaker, apart)
+        start(number, speaker, apart)
 
     def merged(rule: Any = None) -> None:
         if rule is not None:

@@ -167,7 +167,7 @@ class DASO:
             return
         self.averaging.merge(self._paper)
         if self.apart:  # else the ranks of a node are equal already
-            in_one_go(list(self.averaging.x.values()), lambda x: self.node.broadcast(x, self.root))
+            in_one_go(self.averaging.fragments[0].x, lambda x: self.node.broadcast(x, self.root))
 
     def _meet(self) -> None:
         """Start, wait and merge: then all ranks are equal."""
@@ -176,11 +176,10 @@ class DASO:
             self.averaging.merge()
         self.together = True
 
-    def _paper(self, x: list[Tensor], sent: list[Tensor], agreed: list[Tensor]) -> None:
+    def _paper(self, x: Tensor, sent: Tensor, agreed: Tensor) -> Tensor:
         """x ← (2S·x + Σₖ xₖˢᵉⁿᵗ)/(2S + N), S batches after it was sent; for S = 0, 1 instead of 2S."""
         own, others = 2 * self.in_flight or 1, self.num_nodes
-        torch._foreach_mul_(x, own / (own + others))
-        torch._foreach_add_(x, agreed, alpha=others / (own + others))
+        return (own * x + others * agreed) / (own + others)
 
     def _adapt(self) -> None:
         """All ranks see the same mean loss, so they agree on the next cycle."""
