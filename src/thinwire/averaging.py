@@ -22,7 +22,7 @@ from thinwire.comm.base import Comm
 from thinwire.errors import UsageError
 from thinwire.reducers.base import Named, Reducer, restored
 
-Merge = Callable[[Tensor, Tensor, Tensor], Tensor]  # (x, sent, agreed) → x
+Merge = Callable[[Tensor, Tensor, Tensor], Any]  # (x, sent, agreed): changes x
 
 
 class Outer(NamedTuple):
@@ -36,7 +36,7 @@ class Flight(NamedTuple):
     """A fragment on its way."""
 
     fragment: int
-    work: Background[None] | None  # none after a resume: it has arrived
+    work: Background[None] | None  # none if it has arrived
 
 
 class Fragment(NamedTuple):
@@ -66,39 +66,47 @@ class Averaging:
         self.outer = outer
         self.weight = weight  # of this rank, or node, in the mean; 1 on average
         self.fragments = _fragments(model, fragments)
-        self.agreed = torch.cat([_flat(fragment.x) for fragment in self.fragments])
+        self.agreed = _end_to_end([t for fragment in self.fragments for t in fragment.x])
         self.sent, self.moved = torch.empty_like(self.agreed), torch.zeros_like(self.agreed)
+        self.parts_sent = [_parts(self.sent[fragment.whole], fragment.x) for fragment in self.fragments]
+        self.parts_moved = [_parts(self.moved[fragment.whole], fragment.x) for fragment in self.fragments]
         self.momentum = torch.zeros_like(self.agreed) if outer.momentum else self.agreed[:0]
-        self.states = [reducer.init(self._named(self.agreed, fragment)) for fragment in self.fragments]
+        self.states = [reducer.init(self._given(number)) for number in range(fragments)]
         self.flight: Flight | None = None
 
     @torch.no_grad()
-    def start(self, number: int = 0, speaker: int = 0, apart: bool = False) -> None:
-        """Keep a fragment as it is now, and begin to exchange it.
+    def start(self, number: int = 0, speaker: int = 0, apart: bool = False, beside: bool = True) -> None:
+        """Keep a fragment as it is now, and exchange it: beside what comes next, or at once.
 
-        `speaker` is the rank of the node that does; `apart` says that others may have other parameters.
+        `speaker` is the rank of the node that does; `apart` says that others may differ, and count too.
         """
         assert self.flight is None, "one fragment at a time"
-        fragment = self.fragments[number]
-        self.sent[fragment.whole] = _flat(fragment.x)
-        group = self.node or self.comm
-        work = group.in_background(lambda: self._exchange(number, speaker, apart), self.sent.device)
+        torch._foreach_copy_(self.parts_sent[number], self.fragments[number].x)
+        work = None
+        if beside:
+            group = self.node or self.comm
+            work = group.in_background(lambda: self._exchange(number, speaker, apart), self.sent.device)
+        else:
+            self._exchange(number, speaker, apart)
         self.flight = Flight(number, work)
 
     @torch.no_grad()
     def merge(self, merge: Merge | None = None) -> None:
         """Wait for what is under way; move the agreed parameters, and this rank's with them."""
-        fragment = self.fragments[self._arrived()]
-        agreed = self.agreed[fragment.whole]
+        number = self._arrived()
+        fragment = self.fragments[number]
         self._step(fragment)
-        x = (merge or keep_progress)(_flat(fragment.x), self.sent[fragment.whole], agreed)
-        torch._foreach_copy_(fragment.x, _cut_up(x, fragment.x))
+        now = self.parts_moved[number]  # nobody needs what is in there any more
+        torch._foreach_copy_(now, fragment.x)
+        whole = fragment.whole
+        (merge or keep_progress)(self.moved[whole], self.sent[whole], self.agreed[whole])
+        torch._foreach_copy_(fragment.x, now)
         self.flight = None
 
     def meet(self) -> None:
         """All fragments, and wait for them: then x is the same on all ranks."""
         for number in range(len(self.fragments)):
-            self.start(number)
+            self.start(number, beside=False)
             self.merge()
 
     def state_dict(self) -> dict[str, Any]:
@@ -138,9 +146,8 @@ class Averaging:
         if self.node is None:
             self._reduce(number)
             return
-        own = self.moved[fragment.whole if apart else fragment.buffers]  # what the ranks of a node differ in
-        if own.numel():
-            own.copy_(self.node.mean(own))
+        if apart:
+            moved.copy_(self.node.mean(moved))
         if self.node.rank == speaker:
             self._reduce(number)
         moved.copy_(self.node.broadcast(moved, speaker))
@@ -151,7 +158,7 @@ class Averaging:
         self.moved[fragment.whole] *= self.weight
         buffers = self.moved[fragment.buffers]
         exact = self.comm.start_mean(buffers) if buffers.numel() else None
-        given = self._named(self.moved, fragment)
+        given = self._given(number)
         reduced = self.reducer.reduce(given, self.states[number], self.comm)
         self.states[number] = reduced.state
         torch._foreach_copy_(list(given.values()), [reduced.mean[name] for name in given])
@@ -161,25 +168,24 @@ class Averaging:
     def _step(self, fragment: Fragment) -> None:
         """m ← μ·m + moved; agreed ← agreed − ν·(moved + μ·m). Buffers go all the way."""
         lr, decay = self.outer
-        step = self.moved[fragment.parameters]
+        moved = self.moved[fragment.parameters]
+        agreed = self.agreed[fragment.parameters].add_(moved, alpha=-lr)
         if decay:
-            momentum = self.momentum[fragment.parameters].mul_(decay).add_(step)
-            step = step + decay * momentum
-        self.agreed[fragment.parameters] -= lr * step if lr != 1 else step
+            momentum = self.momentum[fragment.parameters].mul_(decay).add_(moved)
+            agreed.add_(momentum, alpha=-lr * decay)
         self.agreed[fragment.buffers] -= self.moved[fragment.buffers]
 
-    @staticmethod
-    def _named(flat: Tensor, fragment: Fragment) -> Named:
-        parts = _cut_up(flat[fragment.parameters], fragment.x[: len(fragment.names)])
-        return dict(zip(fragment.names, parts, strict=True))
+    def _given(self, number: int) -> Named:
+        """A fragment's parameters, as reducers see their movements."""
+        return dict(zip(self.fragments[number].names, self.parts_moved[number], strict=False))
 
 
-def keep_progress(x: Tensor, sent: Tensor, agreed: Tensor) -> Tensor:
+def keep_progress(x: Tensor, sent: Tensor, agreed: Tensor) -> None:
     """x ← agreed + (x − sent): what was learned while the exchange was under way is kept whole.
 
     Where nothing was, x is exactly what all ranks agreed on.
     """
-    return agreed + (x - sent)
+    x.sub_(sent).add_(agreed)
 
 
 def cut(parameters: Named, fragments: int) -> list[list[str]]:
@@ -217,13 +223,13 @@ def _fragments(model: nn.Module, number: int) -> list[Fragment]:
     return found
 
 
-def _flat(tensors: list[Tensor]) -> Tensor:
-    """End to end, in float32 or, if any is, float64."""
+def _end_to_end(tensors: list[Tensor]) -> Tensor:
+    """A copy in float32 or, if any is, float64."""
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
     return torch.cat([t.reshape(-1).to(dtype) for t in tensors])
 
 
-def _cut_up(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """The tensors that lie end to end."""
+def _parts(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """The tensors that lie end to end, in place."""
     parts = flat.split([t.numel() for t in like])
     return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]

@@ -42,9 +42,10 @@ def trace(comm: Comm, cycle: Cycle, num_batches: int) -> list[str]:
     def b() -> str:
         return f"b{strategy.batch - ended}"
 
-    def started(number: int = 0, speaker: int = 0, apart: bool = False) -> None:
+    def started(number: int = 0, speaker: int = 0, apart: bool = False, beside: bool = True) -> None:
         events.append(f"{b()} {'blocking' if ended else 'send'} r{speaker}")
-        start(number, speaker, apart)
+        assert beside == (not ended)
+        start(number, speaker, apart, beside)
 
     def merged(rule: Any = None) -> None:
         if rule is not None:
@@ -280,7 +281,7 @@ def statistics(comm: Comm) -> list[Tensor]:
     return [b.clone() for b in strategy.model.buffers() if b.is_floating_point()]
 
 
-def test_batchnorm_statistics_are_averaged_between_and_inside_nodes(world: World) -> None:
+def test_batchnorm_statistics_are_averaged_between_nodes_and_equal_inside(world: World) -> None:
     results = world(statistics, 4)
     for found in results:
         assert all(torch.equal(a, b) for a, b in zip(found, results[0], strict=True))

@@ -155,9 +155,9 @@ class DASO:
 
     # ---- between nodes
 
-    def _start(self) -> None:
+    def _start(self, beside: bool = True) -> None:
         """A rank of each node takes its node's parameters to the others; the next time another one does."""
-        self.averaging.start(speaker=self.rail, apart=self.apart)
+        self.averaging.start(speaker=self.rail, apart=self.apart, beside=beside)
         self.root, self.rail = self.rail, (self.rail + 1) % self.num_rails
         self.in_flight = 0
 
@@ -172,14 +172,14 @@ class DASO:
     def _meet(self) -> None:
         """Start, wait and merge: then all ranks are equal."""
         if self.num_nodes > 1:
-            self._start()
+            self._start(beside=False)
             self.averaging.merge()
         self.together = True
 
-    def _paper(self, x: Tensor, sent: Tensor, agreed: Tensor) -> Tensor:
+    def _paper(self, x: Tensor, sent: Tensor, agreed: Tensor) -> None:
         """x ← (2S·x + Σₖ xₖˢᵉⁿᵗ)/(2S + N), S batches after it was sent; for S = 0, 1 instead of 2S."""
         own, others = 2 * self.in_flight or 1, self.num_nodes
-        return (own * x + others * agreed) / (own + others)
+        x.mul_(own / (own + others)).add_(agreed, alpha=others / (own + others))
 
     def _adapt(self) -> None:
         """All ranks see the same mean loss, so they agree on the next cycle."""

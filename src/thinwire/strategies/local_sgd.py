@@ -55,7 +55,7 @@ class Periodic:
             self.averaging.merge()
         fragment = self.fragment_at.get(self.num_steps % self.every)
         if fragment is not None:
-            self.averaging.start(fragment)
+            self.averaging.start(fragment, beside=self.wait > 0)
             self.in_flight = 0
             if not self.wait:
                 self.averaging.merge()
