@@ -292,7 +292,7 @@ def test_ranks_and_launcher_listen_on_loopback_alone(tmp_path: Path) -> None:
     addresses = line.split()[1:]
     assert addresses, "there are listeners to look at"
     cores = len(os.sched_getaffinity(0))
-    expected = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // 2))
+    expected = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // 2 - 1))
     assert f"THREADS {expected}" in err
     loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
     assert set(addresses) <= loopback

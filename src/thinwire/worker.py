@@ -43,7 +43,8 @@ def run_rank(config: RunConfig, link: LinkReport = LinkReport(), news: Path | No
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (world.local_size if world else 1)))
+        share = len(os.sched_getaffinity(0)) // (world.local_size if world else 1)
+        torch.set_num_threads(max(1, share - 1))  # and one for the network
     backend = "gloo" if link.on_hosts else None  # nccl would find a way round the hosts' network
     with join(backend, device=device) as comm:
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and config.out is not None:

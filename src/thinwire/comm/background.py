@@ -42,18 +42,26 @@ class Background(Generic[T]):
 
 
 class CommThread:
-    """One thread that does what it is given, in order. It ends with the process, whatever it is waiting for."""
+    """One thread that does what it is given, in order. It ends with the process, whatever it is waiting for.
+
+    It computes on one core: a team of its own, as torch would give it, takes the cores away from the computation and,
+    because teams wait for work by spinning, slows down both of them several times.
+    """
 
     def __init__(self, name: str, ledger: Ledger) -> None:
         self.ledger = ledger
         self._work: queue.SimpleQueue[tuple[Purpose, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._ready = threading.Event()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def submit(self, run: Callable[[], None]) -> None:
         """Have a function run, after all earlier ones, under the purpose that the caller has now."""
         if not self._thread.ident:
+            cores = torch.get_num_threads()
             self._thread.start()
+            self._ready.wait()
+            torch.set_num_threads(cores)  # its setting is also that of threads to come
         self._work.put((self.ledger.current_purpose, run))
 
     def stream(self, device: torch.device, ready: torch.cuda.Event | None) -> AbstractContextManager[Any]:
@@ -72,6 +80,8 @@ class CommThread:
             self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
+        torch.set_num_threads(1)
+        self._ready.set()
         while (item := self._work.get()) is not None:
             purpose, run = item
             with self.ledger.purpose(purpose):
