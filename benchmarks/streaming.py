@@ -1,6 +1,6 @@
 """Does streaming DiLoCo hide an exchange that blocking DiLoCo waits for? Shares of the training time, on one link.
 
-    python benchmarks/streaming.py [--every 8] [--fragments 4] [--epochs 1] [--seeds 1] [--batch-size 1024]
+    python benchmarks/streaming.py [--every 8] [--fragments 2] [--epochs 1] [--seeds 1] [--batch-size 1024]
                                    [--link RATE] [--task TASK] [--hosts 2] [--ranks-per-host 1]
 
 Without --link, a step's computing is timed first, on all ranks at once with nothing sent, and the link is chosen so
@@ -27,10 +27,10 @@ AT_LEAST, GOAL = 0.30, 0.05
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--every", type=int, default=8)
-    parser.add_argument("--fragments", type=int, default=4)
+    parser.add_argument("--fragments", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--task", default="synthetic(samples=819200)")
+    parser.add_argument("--task", default="synthetic(samples=819200, width=512)")
     parser.add_argument("--batch-size", type=int, default=1024)
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks-per-host", type=int, default=1)

@@ -80,6 +80,7 @@ class CommThread:
             self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
+        torch.get_num_threads()  # else torch would set it anew when this thread first needs it
         torch.set_num_threads(1)
         self._ready.set()
         while (item := self._work.get()) is not None:
