@@ -226,6 +226,18 @@ def test_on_one_node_it_is_data_parallel_bit_for_bit(capsys: pytest.CaptureFixtu
         assert "all ranks are on one node, so this is data_parallel" in capsys.readouterr().err
 
 
+def test_alone_any_number_of_ranks_per_node_will_do() -> None:
+    alone = tw.simulate(
+        lambda comm: train_plain(comm, "daso(ranks_per_node=4, warmup_epochs=1, cooldown_epochs=1)"), ranks=1
+    )
+    assert same(alone[0], tw.simulate(lambda comm: train_plain(comm, "data_parallel"), ranks=1)[0])
+
+
+def test_a_run_without_cycling_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    tw.simulate(lambda comm: daso(comm, "daso(ranks_per_node=1)", num_epochs=8), ranks=2)
+    assert "with 8 epochs all of them are first or last ones, and nodes always wait" in capsys.readouterr().err
+
+
 def long_and_stopped(comm: Comm, stops: tuple[int, ...]) -> list[dict[str, Tensor]]:
     """Through all cycles, l = 2 among them, on two nodes of two; and again from where it was stopped."""
     spec = "daso(ranks_per_node=2, warmup_epochs=0, cooldown_epochs=1, stability=1, max_global_skips=8)"

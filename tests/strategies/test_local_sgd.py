@@ -165,21 +165,35 @@ def test_momenta_that_push_twice_are_told(outer: float, told: bool, capsys: pyte
 # ---- unequal numbers of batches
 
 
-def unequal(comm: Comm, spec: str, sized: bool) -> tuple[list[int], dict[str, Tensor]]:
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Its DataLoader looks as if it had a length."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from batches(self.length, 24)
+
+
+def unequal(comm: Comm, spec: str, kind: str) -> tuple[list[int], dict[str, Tensor]]:
     """Rank r has 4 + r batches in each of three epochs; how many were trained on?"""
     strategy = trainer(comm, spec)
     counts = []
     for _ in range(3):
         data = batches(4 + comm.rank, 24)
-        given: Any = data if sized else iter(data)
+        given: Any = {
+            "list": data,
+            "iterator": iter(data),
+            "stream": torch.utils.data.DataLoader(Stream(4 + comm.rank), batch_size=None),
+        }[kind]
         counts.append(sum(1 for batch in tw.epoch(strategy, given, comm) if steps(strategy, [batch])))
     return counts, weights(strategy.consolidate())
 
 
-@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize("kind", ["list", "iterator", "stream"])
 @pytest.mark.parametrize("spec", ["data_parallel", "local_sgd(every=3)", "daso(ranks_per_node=1, warmup_epochs=0)"])
-def test_an_epoch_ends_with_the_shortest_rank(world: World, spec: str, sized: bool) -> None:
-    results = world(unequal, 2, spec, sized)
+def test_an_epoch_ends_with_the_shortest_rank(world: World, spec: str, kind: str) -> None:
+    results = world(unequal, 2, spec, kind)
     for counts, model in results:
         assert counts == [4, 4, 4]
         assert all(torch.equal(model[name], results[0][1][name]) for name in model)
@@ -196,11 +210,19 @@ def test_without_agreement_a_rank_that_goes_on_alone_is_told_and_does_not_hang()
         tw.simulate(forgotten, ranks=2)
 
 
-def endless(length: int) -> Iterator[tuple[Tensor, Tensor]]:
-    yield from batches(length, 24)
-
-
 def test_an_epoch_of_one_rank_is_what_it_is_given() -> None:
     with tw.join() as comm:
         strategy = trainer(comm, "local_sgd")
-        assert len(list(tw.epoch(strategy, endless(3), comm))) == 3
+        assert len(list(tw.epoch(strategy, iter(batches(3, 24)), comm))) == 3
+        with pytest.raises(UsageError, match=r"the order is tw.epoch\(trainer, batches, comm\)"):
+            next(iter(tw.epoch(batches(3, 24), strategy, comm)))  # type: ignore[arg-type]
+
+
+def test_ranks_with_fewer_batches_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    def train(comm: Comm) -> None:
+        strategy = trainer(comm, "local_sgd")
+        for batch in tw.epoch(strategy, batches(7 + 2 * comm.rank, 24), comm):
+            steps(strategy, [batch])
+
+    tw.simulate(train, ranks=3)
+    assert capsys.readouterr().err.count("ranks have 7 to 11 batches; all stop after 7") == 1

@@ -18,7 +18,7 @@ from thinwire.data import Batch, Shard
 from thinwire.errors import RunError, UsageError
 from thinwire.optim import OptimizerFactory
 from thinwire.overlap import Exchange, no_gradient
-from thinwire.progress import say
+from thinwire.progress import say, say_once
 
 CHECK_EVERY_STEPS = 20  # how often a GPU's losses and gradients are looked at; each look waits for it
 Loss = Callable[[Any, Tensor], Tensor]  # (model output, targets) → mean over the batch
@@ -209,6 +209,8 @@ def prepare(
         raise UsageError(
             "optimizer: give a factory, not an optimizer: lambda parameters: torch.optim.SGD(parameters, 0.1)"
         )
+    if not callable(loss):
+        raise UsageError(f"loss={loss!r}; give a function of (output, targets), as torch.nn.functional.cross_entropy")
     if accumulate < 1:
         raise UsageError(f"accumulate={accumulate}; possible: 1 or more")
     recipe = Recipe(loss, optimizer, schedule, clip_norm, accumulate, autocast, epochs)
@@ -219,8 +221,8 @@ def prepare(
 def epoch(trainer: Strategy, batches: Iterable[Batch], comm: Comm) -> Iterator[Batch]:
     """The batches of one epoch, equally many on every rank, and then the epoch's end. Collective.
 
-    Ranks may have different numbers of batches: all stop with the shortest. They agree on that once, or, where the
-    number cannot be told beforehand, before every batch.
+    Ranks may have different numbers of batches: all stop with the shortest, and say so. They agree on that once, or,
+    where a number cannot be told beforehand, before every batch.
 
     >>> import thinwire as tw, torch
     >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
@@ -230,19 +232,34 @@ def epoch(trainer: Strategy, batches: Iterable[Batch], comm: Comm) -> Iterator[B
     ...     len([trainer.step(batch) for batch in tw.epoch(trainer, data, comm)])
     3
     """
+    if not hasattr(trainer, "end_epoch"):
+        raise UsageError(
+            f"epoch: {type(trainer).__name__} is not a trainer; the order is tw.epoch(trainer, batches, comm)"
+        )
     yield from _equally_many(batches, comm)
     trainer.end_epoch()
 
 
 def _equally_many(batches: Iterable[Batch], comm: Comm) -> Iterator[Batch]:
-    def shortest(mine: int) -> int:
+    def gathered(mine: int) -> list[int]:
         with comm.ledger.purpose("sync"):
-            return int(comm.min(torch.tensor([mine])))
+            return [int(number) for number in comm.gather(torch.tensor([mine]))]
 
-    if isinstance(batches, Sized):
-        yield from itertools.islice(batches, shortest(len(batches)))
+    numbers = gathered(_length(batches))
+    if min(numbers) >= 0:
+        if min(numbers) < max(numbers) and comm.rank == 0:
+            say_once(f"thinwire: ranks have {min(numbers)} to {max(numbers)} batches; all stop after {min(numbers)}")
+        yield from itertools.islice(batches, min(numbers))
         return
     iterator = iter(batches)
-    while shortest((batch := next(iterator, None)) is not None):
+    while all(gathered((batch := next(iterator, None)) is not None)):
         assert batch is not None
         yield batch
+
+
+def _length(batches: Iterable[Batch]) -> int:
+    """How many there are; −1 if that cannot be told. A DataLoader has a length, even where its data has none."""
+    try:
+        return len(batches) if isinstance(batches, Sized) else -1
+    except TypeError:
+        return -1

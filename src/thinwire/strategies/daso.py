@@ -14,7 +14,7 @@ from thinwire.comm.base import Comm, in_one_go
 from thinwire.data import Batch, Shard
 from thinwire.errors import UsageError
 from thinwire.overlap import exchange
-from thinwire.progress import say
+from thinwire.progress import say, say_once
 from thinwire.reducers.base import Reducer, restored
 from thinwire.reducers.half import bf16
 from thinwire.reducers.mean import mean
@@ -82,7 +82,7 @@ class DASO:
         cooldown_epochs: NonNegativeInt = 4,  # last epochs, likewise
         max_global_skips: PositiveInt = 8,  # longest pause between nodes, in batches; higher = fewer bytes
         stability: NonNegativeFloat = 0.05,  # part by which an epoch's loss must fall to count as an improvement
-        merge: Literal["paper", "delta"] = "paper",  # what comes late: averaged in, or progress since kept whole
+        merge: Literal["paper", "delta"] = "paper",  # paper = average in what comes late; delta = keep progress whole
         reducer: Reducer = bf16(),  # how parameters' movements are averaged between nodes
         local_reducer: Reducer = mean(),  # how gradients are averaged inside a node
     ) -> None:
@@ -90,6 +90,10 @@ class DASO:
         self.comm = comm
         self.model = model
         self.phases = _phases(recipe.epochs, warmup_epochs, cooldown_epochs)
+        if self.phases[0] == self.phases[1] and comm.rank == 0:
+            say(
+                f"thinwire: daso: with {recipe.epochs} epochs, all of them are first and last ones, and nodes always wait"
+            )
         self.max_global_skips, self.stability, self.merge_rule = max_global_skips, stability, merge
         replicate(model, comm)
         self.learner = Learner(model, recipe)
@@ -196,6 +200,10 @@ class DASO:
 
     def consolidate(self) -> nn.Module:
         """The mean over ranks. What is under way is part of it: no node gives up its own steps while it waits."""
+        if self.batch and not self.epoch and self.comm.rank == 0:
+            say_once(
+                f"thinwire: daso is in its first epoch after {self.batch} batches; if it is over, say so: tw.epoch"
+            )
         return consolidated(self.model, self.comm, equal=self.together)
 
     def state_dict(self) -> dict[str, Any]:
@@ -236,7 +244,7 @@ def _phases(epochs: int | None, warmup: int, cooldown: int) -> tuple[int, int]:
 
 def _nodes(comm: Comm, ranks_per_node: int | None) -> list[list[int]]:
     """The ranks of each node."""
-    if ranks_per_node is None:
+    if ranks_per_node is None or comm.size == 1:
         nodes = [[r for r in range(comm.size) if comm.nodes[r] == node] for node in sorted(set(comm.nodes))]
     elif comm.size % ranks_per_node == 0:
         nodes = [list(range(r, r + ranks_per_node)) for r in range(0, comm.size, ranks_per_node)]
