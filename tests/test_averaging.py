@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import thinwire as tw
 from thinwire.averaging import Averaging, Outer, cut
 from thinwire.comm.base import Comm
-from thinwire.errors import UsageError
+from thinwire.errors import RunError, UsageError
 from thinwire.reducers.base import Named, Reduced, Reducer
 from thinwire.reducers.mean import mean
 
@@ -32,6 +33,12 @@ class Numbers(nn.Module):
         self.register_buffer("statistic", torch.tensor([value]))
         self.register_buffer("cache", torch.tensor([value]), persistent=False)
         self.register_buffer("count", torch.tensor([0]))
+
+
+def meet(averaging: Averaging) -> None:
+    for number in range(len(averaging.fragments)):
+        averaging.start(number, beside=False)
+        averaging.merge()
 
 
 @torch.no_grad()
@@ -68,7 +75,7 @@ def outer_steps(comm: Comm) -> list[list[float]]:
         with torch.no_grad():
             for tensor in (*model.parameters(), model.get_buffer("statistic")):
                 tensor.sub_(1.0 + comm.rank)  # 1.5 on average
-        averaging.meet()
+        meet(averaging)
         found.append(values(model)[:3])
     return found
 
@@ -88,12 +95,90 @@ def weighted(comm: Comm) -> float:
     model = Numbers()
     averaging = Averaging(model, mean(), comm, weight=[0.5, 0.5, 2.0][comm.rank])
     put(model, float(comm.rank))
-    averaging.meet()
+    meet(averaging)
+    assert model.a.item() == pytest.approx(model.get_buffer("statistic").item())
     return model.a.item()
 
 
 def test_ranks_may_count_more_than_others(world: World) -> None:
     assert world(weighted, 3) == [pytest.approx((0 + 0.5 + 4) / 3)] * 3
+
+
+def on_nodes(comm: Comm, apart: bool) -> list[float]:
+    """Two nodes of two; rank 1 of each node speaks. Parameters are 0, 1, 2, 3, statistics too."""
+    node = comm.split([[0, 1], [2, 3]], "node")
+    rails = comm.split([[0, 2], [1, 3]], "between")
+    model = Numbers()
+    averaging = Averaging(model, mean(), rails, node=node)
+    put(model, float(comm.rank))
+    averaging.start(speaker=1, apart=apart)
+    averaging.merge()
+    return values(model)[:3]
+
+
+def test_one_rank_speaks_for_its_node_of_itself_or_of_all(world: World) -> None:
+    """Statistics are always those of all."""
+    assert world(on_nodes, 4, False) == [[2.0, 2.0, 1.5]] * 4
+    assert world(on_nodes, 4, True) == [[1.5, 1.5, 1.5]] * 4
+
+
+class Mixed(nn.Module):
+    """A frozen parameter, one in double precision, an infinite mask, a statistic that is made anew each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(torch.tensor([1.0]), requires_grad=False)
+        self.exact = nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+        self.register_buffer("statistic", torch.tensor([0.0]))
+
+
+def mixed(comm: Comm) -> tuple[list[float], float, list[float], float]:
+    model = Mixed()
+    averaging = Averaging(model, mean(), comm)
+    with torch.no_grad():
+        model.frozen.fill_(comm.rank)
+        model.exact.data = torch.tensor([1 + 2e-12 * comm.rank], dtype=torch.float64)  # another tensor
+    model.statistic = torch.tensor([float(comm.rank)])
+    meet(averaging)
+    return model.frozen.tolist(), model.exact.item(), model.get_buffer("mask").tolist(), model.statistic.item()
+
+
+def test_what_is_frozen_stays_doubles_stay_exact_masks_stay_infinite_and_new_tensors_are_found(world: World) -> None:
+    for rank, (frozen, double, mask, statistic) in enumerate(world(mixed, 2)):
+        assert frozen == [rank]
+        assert double == pytest.approx(1 + 1e-12, abs=1e-15)
+        assert mask == [0.0, -torch.inf]
+        assert statistic == 0.5
+
+
+def test_complex_parameters_are_refused() -> None:
+    model = nn.ParameterDict({"z": nn.Parameter(torch.ones(1, dtype=torch.complex64))})
+    with tw.join() as comm, pytest.raises(UsageError, match="z is complex; possible: real parameters"):
+        Averaging(model, mean(), comm)
+
+
+def after_the_end(kind: str) -> None:
+    model = Numbers()
+    with tw.join() as comm:
+        averaging = Averaging(model, mean(), comm)
+    averaging.start(beside=kind == "beside")
+
+
+@pytest.mark.parametrize("kind", ["beside", "at once"])
+def test_a_world_that_was_closed_says_so(kind: str) -> None:
+    with pytest.raises(RunError, match="the world was closed; train inside of"):
+        after_the_end(kind)
+
+
+def of_other_options(comm: Comm) -> None:
+    saved = Averaging(Numbers(), mean(), comm, outer=Outer(0.7, 0.9)).state_dict()
+    with pytest.raises(RunError, match="of another model, or of other outer options"):
+        Averaging(Numbers(), mean(), comm).load_state_dict(saved)
+
+
+def test_a_state_of_other_options_is_refused(world: World) -> None:
+    world(of_other_options, 1)
 
 
 def beside(comm: Comm) -> tuple[bool, float]:
@@ -139,7 +224,7 @@ def saved_in_flight(comm: Comm) -> list[list[float]]:
     model = Numbers()
     averaging = Averaging(model, mean(), comm, fragments=2, outer=Outer(0.7, 0.9))
     put(model, 1.0 + comm.rank)
-    averaging.meet()
+    meet(averaging)
     averaging.start(1)
     state = copy.deepcopy(averaging.state_dict())
     other = copy.deepcopy(model)
@@ -147,7 +232,7 @@ def saved_in_flight(comm: Comm) -> list[list[float]]:
     resumed.load_state_dict(state)
     for one in (averaging, resumed):
         one.merge()
-        one.meet()
+        meet(one)
     return [values(model), values(other)]
 
 

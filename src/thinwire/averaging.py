@@ -11,15 +11,15 @@ one of each node speaks for it, and passes on what it was told.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from thinwire.comm.background import Background
-from thinwire.comm.base import Comm
-from thinwire.errors import UsageError
+from thinwire.comm.base import Comm, in_one_go
+from thinwire.errors import RunError, UsageError
 from thinwire.reducers.base import Named, Reducer, restored
 
 Merge = Callable[[Tensor, Tensor, Tensor], Any]  # (x, sent, agreed): changes x
@@ -40,13 +40,11 @@ class Flight(NamedTuple):
 
 
 class Fragment(NamedTuple):
-    """Part of all tensors laid end to end: parameters and, in the last fragment, buffers behind them."""
+    """Some parameters, and where they are when all lie end to end."""
 
     x: list[Tensor]
-    names: list[str]  # of the parameters
-    whole: slice
-    parameters: slice
-    buffers: slice
+    names: list[str]
+    place: slice
 
 
 class Averaging:
@@ -65,14 +63,22 @@ class Averaging:
         self.reducer = reducer
         self.outer = outer
         self.weight = weight  # of this rank, or node, in the mean; 1 on average
+        self.model = model
         self.fragments = _fragments(model, fragments)
-        self.agreed = _end_to_end([t for fragment in self.fragments for t in fragment.x])
+        self.agreed = _end_to_end([p for fragment in self.fragments for p in fragment.x])
         self.sent, self.moved = torch.empty_like(self.agreed), torch.zeros_like(self.agreed)
-        self.parts_sent = [_parts(self.sent[fragment.whole], fragment.x) for fragment in self.fragments]
-        self.parts_moved = [_parts(self.moved[fragment.whole], fragment.x) for fragment in self.fragments]
+        self.parts_sent = [_parts(self.sent[fragment.place], fragment.x) for fragment in self.fragments]
+        self.parts_moved = [_parts(self.moved[fragment.place], fragment.x) for fragment in self.fragments]
+        self.buffers_sent: list[Tensor] = []  # with the fragment under way, if it is the last one
+        self.buffers_mean: list[Tensor] = []
         self.momentum = torch.zeros_like(self.agreed) if outer.momentum else self.agreed[:0]
         self.states = [reducer.init(self._given(number)) for number in range(fragments)]
         self.flight: Flight | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Of all parameters that are averaged."""
+        return [name for fragment in self.fragments for name in fragment.names]
 
     @torch.no_grad()
     def start(self, number: int = 0, speaker: int = 0, apart: bool = False, beside: bool = True) -> None:
@@ -82,6 +88,9 @@ class Averaging:
         """
         assert self.flight is None, "one fragment at a time"
         torch._foreach_copy_(self.parts_sent[number], self.fragments[number].x)
+        last = number == len(self.fragments) - 1
+        self.buffers_sent = [b.clone() for b in averaged_buffers(self.model)] if last else []
+        self.buffers_mean = [b.clone() for b in self.buffers_sent]
         work = None
         if beside:
             group = self.node or self.comm
@@ -98,24 +107,22 @@ class Averaging:
         self._step(fragment)
         now = self.parts_moved[number]  # nobody needs what is in there any more
         torch._foreach_copy_(now, fragment.x)
-        whole = fragment.whole
-        (merge or keep_progress)(self.moved[whole], self.sent[whole], self.agreed[whole])
+        place = fragment.place
+        (merge or keep_progress)(self.moved[place], self.sent[place], self.agreed[place])
         torch._foreach_copy_(fragment.x, now)
+        buffers = averaged_buffers(self.model) if self.buffers_mean else []
+        for buffer, sent, mean in zip(buffers, self.buffers_sent, self.buffers_mean, strict=True):
+            buffer.copy_(torch.where(buffer == sent, mean, mean + (buffer - sent)))  # so infinite ones stay
         self.flight = None
-
-    def meet(self) -> None:
-        """All fragments, and wait for them: then x is the same on all ranks."""
-        for number in range(len(self.fragments)):
-            self.start(number, beside=False)
-            self.merge()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, once what is under way has come; it is merged when its time comes, as if nobody had looked."""
         flight = None if self.flight is None else self._arrived()
-        whole = slice(0) if flight is None else self.fragments[flight].whole
+        place = slice(0) if flight is None else self.fragments[flight].place
         return {
             "agreed": self.agreed, "momentum": self.momentum, "reducer": self.states, "flight": flight,
-            "sent": self.sent[whole], "moved": self.moved[whole],
+            "sent": self.sent[place], "moved": self.moved[place],
+            "buffers_sent": self.buffers_sent, "buffers_mean": self.buffers_mean,
         }  # fmt: skip
 
     @torch.no_grad()
@@ -123,13 +130,17 @@ class Averaging:
         """Go on from a state."""
         if self.flight is not None:
             self._arrived()
+        if any(state[name].shape != getattr(self, name).shape for name in ("agreed", "momentum")):
+            raise RunError("the saved state is of another model, or of other outer options; use the same ones")
         self.states = restored(self.states, state["reducer"])
         self.agreed.copy_(state["agreed"])
         self.momentum.copy_(state["momentum"])
         self.flight = None if state["flight"] is None else Flight(state["flight"], None)
         if self.flight is not None:
-            whole = self.fragments[self.flight.fragment].whole
-            self.sent[whole], self.moved[whole] = state["sent"], state["moved"]
+            place = self.fragments[self.flight.fragment].place
+            self.sent[place], self.moved[place] = state["sent"], state["moved"]
+            for name in ("buffers_sent", "buffers_mean"):
+                setattr(self, name, [b.to(self.agreed.device, copy=True) for b in state[name]])
 
     def _arrived(self) -> int:
         """The number of the fragment that is under way, once it has arrived."""
@@ -140,44 +151,39 @@ class Averaging:
 
     @torch.no_grad()
     def _exchange(self, number: int, speaker: int, apart: bool) -> None:
-        fragment = self.fragments[number]
-        moved = self.moved[fragment.whole]
-        torch.sub(self.agreed[fragment.whole], self.sent[fragment.whole], out=moved)
+        place = self.fragments[number].place
+        moved = torch.sub(self.agreed[place], self.sent[place], out=self.moved[place])
         if self.node is None:
             self._reduce(number)
             return
-        if apart:
-            moved.copy_(self.node.mean(moved))
-        if self.node.rank == speaker:
+        node = self.node
+        in_one_go([*self.buffers_mean, *([moved] if apart else [])], node.mean)
+        if node.rank == speaker:
             self._reduce(number)
-        moved.copy_(self.node.broadcast(moved, speaker))
+        in_one_go([*self.buffers_mean, moved], lambda flat: node.broadcast(flat, speaker))
 
     def _reduce(self, number: int) -> None:
-        """Parameters by the reducer, buffers exactly; both at the same time."""
-        fragment = self.fragments[number]
-        self.moved[fragment.whole] *= self.weight
-        buffers = self.moved[fragment.buffers]
-        exact = self.comm.start_mean(buffers) if buffers.numel() else None
+        """Parameters by the reducer, buffers exactly."""
         given = self._given(number)
+        if self.weight != 1:
+            torch._foreach_mul_([*given.values(), *self.buffers_mean], self.weight)
         reduced = self.reducer.reduce(given, self.states[number], self.comm)
         self.states[number] = reduced.state
         torch._foreach_copy_(list(given.values()), [reduced.mean[name] for name in given])
-        if exact is not None:
-            buffers.copy_(exact.wait())
+        in_one_go(self.buffers_mean, self.comm.mean)
 
     def _step(self, fragment: Fragment) -> None:
-        """m ← μ·m + moved; agreed ← agreed − ν·(moved + μ·m). Buffers go all the way."""
+        """m ← μ·m + moved; agreed ← agreed − ν·(moved + μ·m)."""
         lr, decay = self.outer
-        moved = self.moved[fragment.parameters]
-        agreed = self.agreed[fragment.parameters].add_(moved, alpha=-lr)
+        moved = self.moved[fragment.place]
+        agreed = self.agreed[fragment.place].add_(moved, alpha=-lr)
         if decay:
-            momentum = self.momentum[fragment.parameters].mul_(decay).add_(moved)
+            momentum = self.momentum[fragment.place].mul_(decay).add_(moved)
             agreed.add_(momentum, alpha=-lr * decay)
-        self.agreed[fragment.buffers] -= self.moved[fragment.buffers]
 
     def _given(self, number: int) -> Named:
         """A fragment's parameters, as reducers see their movements."""
-        return dict(zip(self.fragments[number].names, self.parts_moved[number], strict=False))
+        return dict(zip(self.fragments[number].names, self.parts_moved[number], strict=True))
 
 
 def keep_progress(x: Tensor, sent: Tensor, agreed: Tensor) -> None:
@@ -208,28 +214,32 @@ def cut(parameters: Named, fragments: int) -> list[list[str]]:
     return parts
 
 
+def averaged_buffers(model: nn.Module) -> list[Tensor]:
+    """Floating-point buffers that are part of the model's state; others are counters, or caches of each rank's own."""
+    state = model.state_dict()
+    return [b for name, b in model.named_buffers() if name in state and b.is_floating_point()]
+
+
 def _fragments(model: nn.Module, number: int) -> list[Fragment]:
-    parameters = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
-    state = model.state_dict()  # buffers that are no part of it are caches that every rank computes for itself
-    buffers = [b for n, b in model.named_buffers() if n in state and b.is_floating_point()]
-    parts, found, begin = cut(parameters, number), [], 0
-    for i, names in enumerate(parts):
-        mine = [parameters[name] for name in names]
-        behind = buffers if i == len(parts) - 1 else []
-        middle = begin + sum(t.numel() for t in mine)
-        end = middle + sum(t.numel() for t in behind)
-        found.append(Fragment([*mine, *behind], names, slice(begin, end), slice(begin, middle), slice(middle, end)))
+    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    if complex_ones := [n for n, p in parameters.items() if p.is_complex()]:
+        raise UsageError(f"{complex_ones[0]} is complex; possible: real parameters; try data_parallel")
+    found, begin = [], 0
+    for names in cut(dict(parameters), number):
+        x: list[Tensor] = [parameters[name] for name in names]
+        end = begin + sum(p.numel() for p in x)
+        found.append(Fragment(x, names, slice(begin, end)))
         begin = end
     return found
 
 
-def _end_to_end(tensors: list[Tensor]) -> Tensor:
+def _end_to_end(tensors: Sequence[Tensor]) -> Tensor:
     """A copy in float32 or, if any is, float64."""
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-    return torch.cat([t.reshape(-1).to(dtype) for t in tensors])
+    return torch.cat([t.detach().reshape(-1).to(dtype) for t in tensors])
 
 
-def _parts(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """The tensors that lie end to end, in place."""
     parts = flat.split([t.numel() for t in like])
     return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]

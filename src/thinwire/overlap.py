@@ -142,7 +142,7 @@ def no_gradient() -> UsageError:
     """The error for a parameter that was left out of a step."""
     return UsageError(
         "some parameters got no gradient in the last step, and the other ranks wait for it. Use all of them in "
-        "each step, set requires_grad=False, or allow it: data_parallel(unused_parameters=True)"
+        "each step, set requires_grad=False, or allow it, as data_parallel(unused_parameters=True) does"
     )
 
 

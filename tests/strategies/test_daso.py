@@ -36,6 +36,7 @@ def trace(comm: Comm, cycle: Cycle, num_batches: int) -> list[str]:
     strategy = daso(comm, CYCLING.format(4))
     strategy.cycle, strategy.apart = cycle, cycle.inside > 1
     events: list[str] = []
+    speakers: list[int] = []
     start, merge, backward = strategy.averaging.start, strategy.averaging.merge, strategy.learner.backward
     ended = False
 
@@ -44,12 +45,13 @@ def trace(comm: Comm, cycle: Cycle, num_batches: int) -> list[str]:
 
     def started(number: int = 0, speaker: int = 0, apart: bool = False, beside: bool = True) -> None:
         events.append(f"{b()} {'blocking' if ended else 'send'} r{speaker}")
+        speakers.append(speaker)
         assert beside == (not ended)
         start(number, speaker, apart, beside)
 
     def merged(rule: Any = None) -> None:
         if rule is not None:
-            events.append(f"{b()} merge r{strategy.root} (S={strategy.in_flight})")
+            events.append(f"{b()} merge r{speakers[-1]} (S={strategy.in_flight})")
         merge(rule)
 
     def computed(batch: Any, exchange: Any, exchanging: bool = True) -> Tensor:
@@ -97,11 +99,11 @@ def test_an_epoch_goes_as_the_paper_says(cycle: Cycle, last: int, expected: str)
 
 def blocking_rails(comm: Comm) -> list[int]:
     strategy = daso(comm, "daso(ranks_per_node=2, warmup_epochs=1, cooldown_epochs=0)")
-    return [strategy.root for batch in batches(4, 16) if steps(strategy, [batch])]
+    return [strategy.rail for batch in batches(4, 16) if steps(strategy, [batch])]
 
 
 def test_rails_take_turns_while_nodes_wait_for_each_other_too() -> None:
-    assert tw.simulate(blocking_rails, ranks=4) == [[0, 1, 0, 1]] * 4
+    assert tw.simulate(blocking_rails, ranks=4) == [[1, 0, 1, 0]] * 4, "the next one's turn"
 
 
 def test_the_cycle_after_a_plateau() -> None:
@@ -112,6 +114,12 @@ def test_the_cycle_after_a_plateau() -> None:
     assert found == [(2, 1, 1), (1, 1, 1), (8, 2, 2), (4, 1, 1), (2, 1, 1), (1, 1, 1)]
     assert Cycle(1).after_plateau(longest=16) == Cycle(16, 4, 4)
     assert Cycle(16, 4, 4).after_plateau(longest=16) == Cycle(8, 3, 2)
+    for longest in range(1, 100):
+        cycle = Cycle(min(4, longest))
+        for _ in range(12):
+            cycle = cycle.after_plateau(longest)
+            assert 1 <= cycle.wait <= cycle.between <= longest
+            assert 1 <= cycle.inside <= cycle.between
     assert Cycle(1).after_plateau(longest=2) == Cycle(2, 1, 1)
 
 
@@ -125,6 +133,24 @@ def test_a_loss_is_stable_after_three_failures_in_a_row() -> None:
     below_zero = Plateau().after(-1.0, 0.05).after(-1.04, 0.05)
     assert below_zero.failures == 1, "5 per cent of the amount, whatever its sign"
     assert below_zero.after(-1.06, 0.05) == Plateau(-1.06)
+
+
+def adapts(comm: Comm) -> list[tuple[float, int]]:
+    """Each rank's losses go their own way; their mean falls by more than 5 % in three epochs, and then not."""
+    strategy = daso(comm, "daso(ranks_per_node=1, warmup_epochs=0, cooldown_epochs=0)", num_epochs=9)
+    found = []
+    for epoch, mean_loss in enumerate([1.0, 0.8, 0.64, 0.6, 0.62, 0.64, 0.3]):
+        strategy.batch = 4
+        strategy.loss_sum = torch.tensor(4 * (mean_loss + (0.1 * epoch if comm.rank == 0 else -0.1 * epoch))).double()
+        strategy.end_epoch()
+        assert not strategy.loss_sum
+        found.append((round(strategy.plateau.best, 6), strategy.cycle.between))
+    return found
+
+
+def test_ranks_go_by_the_mean_loss_of_all(world: World) -> None:
+    expected = [(1.0, 4), (0.8, 4), (0.64, 4), (0.6, 4), (0.6, 4), (0.6, 4), (0.3, 4)]
+    assert world(adapts, 2) == [expected] * 2
 
 
 def cycles(comm: Comm) -> list[tuple[int, int, int]]:
@@ -158,8 +184,7 @@ class Number(nn.Module):
         return inputs * self.x
 
 
-def merged(comm: Comm, merge: str, waited: int) -> float:
-    spec = f"daso(ranks_per_node=1, warmup_epochs=0, cooldown_epochs=0, reducer=mean, merge={merge})"
+def daso_of_a_number(comm: Comm, spec: str) -> DASO:
     strategy = tw.prepare(
         spec,
         model=Number(),
@@ -169,6 +194,12 @@ def merged(comm: Comm, merge: str, waited: int) -> float:
         epochs=1,
     )
     assert isinstance(strategy, DASO)
+    return strategy
+
+
+def merged(comm: Comm, merge: str, waited: int) -> float:
+    spec = f"daso(ranks_per_node=1, warmup_epochs=0, cooldown_epochs=0, reducer=mean, merge={merge})"
+    strategy = daso_of_a_number(comm, spec)
     x = strategy.model.get_parameter("x").data
     x.fill_(8.0 * comm.rank)
     strategy._start()
@@ -184,6 +215,25 @@ def test_merge_values(world: World) -> None:
     assert world(merged, 2, "paper", 0) == [pytest.approx(4.0), pytest.approx(3.0)]
     assert world(merged, 2, "paper", 3) == [pytest.approx(4.0), pytest.approx((6 + 8) / 8)]
     assert world(merged, 2, "delta", 1) == [8.0, -3.0]
+
+
+def merged_apart(comm: Comm) -> float:
+    """Two nodes of two whose ranks have gone their own ways: they sent 0, 4, 8, 12 and are at 1, 3, 5, 7 by now."""
+    spec = "daso(ranks_per_node=2, warmup_epochs=0, cooldown_epochs=0, reducer=mean)"
+    strategy = daso_of_a_number(comm, spec)
+    x = strategy.model.get_parameter("x").data
+    strategy.apart = True
+    x.fill_(4.0 * comm.rank)
+    strategy._start()
+    x.fill_(1.0 + 2 * comm.rank)
+    strategy.in_flight = 1
+    strategy._merge()
+    return x.item()
+
+
+def test_ranks_of_a_node_that_went_their_own_ways_all_count(world: World) -> None:
+    """x ← (2x + 2·6)/4, and then the mean of a node: (2·2 + 12)/4 and (2·6 + 12)/4."""
+    assert world(merged_apart, 4) == [4.0, 4.0, 6.0, 6.0]
 
 
 def train_plain(comm: Comm, spec: str) -> dict[str, Tensor]:
@@ -240,7 +290,10 @@ def test_a_run_without_cycling_is_told(capsys: pytest.CaptureFixture[str]) -> No
 
 def long_and_stopped(comm: Comm, stops: tuple[int, ...]) -> list[dict[str, Tensor]]:
     """Through all cycles, l = 2 among them, on two nodes of two; and again from where it was stopped."""
-    spec = "daso(ranks_per_node=2, warmup_epochs=0, cooldown_epochs=1, stability=1, max_global_skips=8)"
+    spec = (
+        "daso(ranks_per_node=2, warmup_epochs=0, cooldown_epochs=1, stability=1, "
+        "local_reducer=error_feedback(maxnorm(bits=4)), reducer=error_feedback(maxnorm(bits=4)))"
+    )
     data, length, num_epochs = batches(66, 16), 6, 11
     straight, saved = daso(comm, spec, num_epochs), {}
     for i, batch in enumerate(data):
@@ -250,6 +303,7 @@ def long_and_stopped(comm: Comm, stops: tuple[int, ...]) -> list[dict[str, Tenso
     found = [weights(straight.consolidate())]
     for stop, state in saved.items():
         resumed = daso(comm, spec, num_epochs)
+        steps(resumed, data[:1])  # something is under way in it, too
         resumed.load_state_dict(state)
         epochs(resumed, data[stop:], length, start=stop)
         found.append(weights(resumed.consolidate()))

@@ -107,9 +107,10 @@ def beside(group: dist.ProcessGroup, device: torch.device) -> ProcessComm:
 
 
 def _nodes(device: torch.device) -> list[int]:
-    """The node of each rank, numbered in rank order: ranks that one launcher started on one host are on one node."""
+    """The node of each rank, numbered in rank order: ranks on one host, if one torchrun started them, are on one."""
     world = find_world() or ALONE
-    first = world.rank - world.local_rank if world.local_size < world.size else 0
+    several = world.launcher == "torchrun" and world.local_size < world.size  # which numbers ranks node by node
+    first = world.rank - world.local_rank if several else 0
     own = torch.tensor([host_id(), first], device=device if dist.get_backend() == "nccl" else "cpu")
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, own)

@@ -14,7 +14,7 @@ from torch.distributed import GradBucket as GradBucket
 from thinwire.comm.background import Background, CommThread, so_far
 from thinwire.comm.base import Comm, Op, Pending, num_bytes
 from thinwire.comm.ledger import Ledger
-from thinwire.errors import PeerLost, UsageError
+from thinwire.errors import PeerLost, RunError, UsageError
 
 T = TypeVar("T")
 _Pair = tuple[dist.ProcessGroup, dist.ProcessGroup]
@@ -58,7 +58,12 @@ class ProcessComm(Comm):
     @property
     def closed(self) -> bool:
         """Whether the groups are gone."""
-        return not hasattr(self, "group")
+        return "group" not in self.__dict__
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("group", "side_group"):
+            raise RunError("ranks cannot talk any more: the world was closed; train inside of `with thinwire.join()`")
+        raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
 
     def close(self) -> None:
         """End the communication thread and the groups that were made for this one, and those split from it.
@@ -84,6 +89,7 @@ class ProcessComm(Comm):
             self._parts.pop().close()
 
     def in_background(self, work: Callable[[], T], device: torch.device) -> Background[T]:
+        assert self.group  # raises if it was closed
         ready = so_far(device)
         background: Background[T] = Background(self.ledger)
 

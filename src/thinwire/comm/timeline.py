@@ -72,9 +72,10 @@ class Timeline:
 
         What the other thread does between operations, such as copying or compressing, is computing.
         """
-        for talk_begin, talk_end in self._talks:
+        for talk_begin, talk_end in sorted(self._talks):
             if talk_begin < end and talk_end > begin:
                 self.waited(max(begin, talk_begin), min(end, talk_end))
+                begin = min(end, talk_end)  # two may go on at once
 
     @property
     def talking_seconds(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -168,12 +168,11 @@ def average_buffers(model: nn.Module, comm: Comm) -> None:
         in_one_go([b for b in buffers if not b.is_floating_point()], comm.broadcast)
 
 
-def consolidated(model: nn.Module, comm: Comm, equal: bool) -> nn.Module:
-    """A copy of a model, equal on all ranks: the mean, unless all parameters are equal already."""
+def consolidated(model: nn.Module, comm: Comm, apart: Sequence[str] = ()) -> nn.Module:
+    """A copy of a model, equal on all ranks: the mean of those parameters that may differ between them."""
     whole = copy.deepcopy(model)
-    if not equal:
-        with comm.ledger.purpose("sync"):
-            in_one_go([p for p in whole.parameters() if p.requires_grad], comm.mean)
+    with comm.ledger.purpose("sync"):
+        in_one_go([whole.get_parameter(name) for name in apart], comm.mean)
     average_buffers(whole, comm)
     return whole
 
@@ -222,7 +221,8 @@ def epoch(trainer: Strategy, batches: Iterable[Batch], comm: Comm) -> Iterator[B
     """The batches of one epoch, equally many on every rank, and then the epoch's end. Collective.
 
     Ranks may have different numbers of batches: all stop with the shortest, and say so. They agree on that once, or,
-    where a number cannot be told beforehand, before every batch.
+    where a number cannot be told beforehand, before every batch. Whoever leaves the loop early ends the epoch with
+    `trainer.end_epoch()`.
 
     >>> import thinwire as tw, torch
     >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 
 from thinwire.averaging import Averaging, keep_progress
@@ -34,7 +34,8 @@ class Cycle:
     def after_plateau(self, longest: int) -> Cycle:
         """Talk twice as often; from every batch, back to the longest pause."""
         if self.between > 1:
-            return Cycle(self.between // 2, max(1, self.wait - 1), max(1, self.inside // 2))
+            between = self.between // 2
+            return Cycle(between, min(between, max(1, self.wait - 1)), max(1, self.inside // 2))
         return Cycle(longest, max(1, longest // 4), max(1, longest // 4))
 
 
@@ -81,7 +82,9 @@ class DASO:
         warmup_epochs: NonNegativeInt = 4,  # first epochs, in which nodes wait for each other after every batch
         cooldown_epochs: NonNegativeInt = 4,  # last epochs, likewise
         max_global_skips: PositiveInt = 8,  # longest pause between nodes, in batches; higher = fewer bytes
-        stability: NonNegativeFloat = 0.05,  # part by which an epoch's loss must fall to count as an improvement
+        stability: Annotated[
+            float, Field(ge=0, le=1)
+        ] = 0.05,  # part by which an epoch's loss must fall to count as an improvement
         merge: Literal["paper", "delta"] = "paper",  # paper = average in what comes late; delta = keep progress whole
         reducer: Reducer = bf16(),  # how parameters' movements are averaged between nodes
         local_reducer: Reducer = mean(),  # how gradients are averaged inside a node
@@ -92,7 +95,7 @@ class DASO:
         self.phases = _phases(recipe.epochs, warmup_epochs, cooldown_epochs)
         if self.phases[0] == self.phases[1] and comm.rank == 0:
             say(
-                f"thinwire: daso: with {recipe.epochs} epochs, all of them are first and last ones, and nodes always wait"
+                f"thinwire: daso: with {recipe.epochs} epochs all of them are first or last ones, and nodes always wait"
             )
         self.max_global_skips, self.stability, self.merge_rule = max_global_skips, stability, merge
         replicate(model, comm)
@@ -113,7 +116,6 @@ class DASO:
         self.cycle = Cycle(between=min(4, max_global_skips))
         self.plateau = Plateau()
         self.rail = 0  # whose turn it is
-        self.root = 0  # who exchanged what is under way
         self.epoch, self.batch = 0, 0
         self.in_flight = 0  # batches since the exchange began
         self.loss_sum = torch.zeros((), dtype=torch.float64)
@@ -138,6 +140,8 @@ class DASO:
         return loss
 
     def end_epoch(self) -> None:
+        if not self.batch:
+            return
         if self.averaging.flight is not None:
             self._merge()
         if not self.together:
@@ -162,7 +166,7 @@ class DASO:
     def _start(self, beside: bool = True) -> None:
         """A rank of each node takes its node's parameters to the others; the next time another one does."""
         self.averaging.start(speaker=self.rail, apart=self.apart, beside=beside)
-        self.root, self.rail = self.rail, (self.rail + 1) % self.num_rails
+        self.rail = (self.rail + 1) % self.num_rails
         self.in_flight = 0
 
     def _merge(self) -> None:
@@ -171,7 +175,7 @@ class DASO:
             return
         self.averaging.merge(self._paper)
         if self.apart:  # else the ranks of a node are equal already
-            in_one_go(self.averaging.fragments[0].x, lambda x: self.node.broadcast(x, self.root))
+            in_one_go(self.averaging.fragments[0].x, self.node.mean)
 
     def _meet(self) -> None:
         """Start, wait and merge: then all ranks are equal."""
@@ -187,7 +191,7 @@ class DASO:
 
     def _adapt(self) -> None:
         """All ranks see the same mean loss, so they agree on the next cycle."""
-        if not self.cycling or not self.batch:
+        if not self.cycling:
             return
         with self.comm.ledger.purpose("sync"):
             loss = float(self.comm.mean(self.loss_sum / self.batch))
@@ -204,7 +208,7 @@ class DASO:
             say_once(
                 f"thinwire: daso is in its first epoch after {self.batch} batches; if it is over, say so: tw.epoch"
             )
-        return consolidated(self.model, self.comm, equal=self.together)
+        return consolidated(self.model, self.comm, self.averaging.names if not self.together else [])
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -214,8 +218,8 @@ class DASO:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.learner.load_state_dict(state["learner"])
         self.averaging.load_state_dict(state["averaging"])
+        self.learner.load_state_dict(state["learner"])
         self.exchange.states = restored(self.exchange.states, state["local_reducer"])
         self.cycle, self.plateau = Cycle(**state["cycle"]), Plateau(**state["plateau"])
         self.loss_sum = state["loss_sum"]
@@ -223,7 +227,7 @@ class DASO:
             setattr(self, name, state["counts"][name])
 
 
-COUNTS = ("epoch", "batch", "in_flight", "rail", "root", "together", "apart")
+COUNTS = ("epoch", "batch", "in_flight", "rail", "together", "apart")
 
 
 def _phases(epochs: int | None, warmup: int, cooldown: int) -> tuple[int, int]:

@@ -55,7 +55,7 @@ class DataParallel:
         """Nothing to do: parameters never differ between ranks."""
 
     def consolidate(self) -> nn.Module:
-        return consolidated(self.model, self.comm, equal=True)
+        return consolidated(self.model, self.comm)
 
     def state_dict(self) -> dict[str, Any]:
         return {"learner": self.learner.state_dict(), "reducer": self.exchange.states}

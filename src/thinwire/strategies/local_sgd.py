@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from thinwire.averaging import Averaging, Outer
 from thinwire.comm.base import Comm
 from thinwire.data import Batch, Shard
-from thinwire.errors import UsageError
+from thinwire.errors import RunError, UsageError
 from thinwire.overlap import Alone
 from thinwire.progress import say
 from thinwire.reducers.base import Reducer
@@ -43,48 +43,59 @@ class Periodic:
         self.fragment_at = {steps: fragment for fragment, steps in enumerate(starts)}
         self.num_steps = 0  # in this epoch
         self.in_flight = 0  # steps since the exchange began
-        self.together = True  # every rank's parameters are the same
+        self.went_on = [False] * fragments  # which have taken steps since they were last exchanged
 
     def step(self, batch: Batch) -> Tensor:
         loss = self.learner.backward(batch, self.alone)
         self.learner.update()
-        self.together = False
+        self.went_on = [True] * len(self.went_on)
         self.num_steps += 1
         self.in_flight += 1
         if self.averaging.flight is not None and self.in_flight == self.wait:
             self.averaging.merge()
         fragment = self.fragment_at.get(self.num_steps % self.every)
         if fragment is not None:
-            self.averaging.start(fragment, beside=self.wait > 0)
-            self.in_flight = 0
+            self._start(fragment, beside=self.wait > 0)
             if not self.wait:
                 self.averaging.merge()
-                self.together = len(self.averaging.fragments) == 1
         return loss
 
     def end_epoch(self) -> None:
         if self.averaging.flight is not None:
             self.averaging.merge()
-        if not self.together:
-            self.averaging.meet()
-        self.together = True
+        for fragment in [i for i, went_on in enumerate(self.went_on) if went_on]:
+            self._start(fragment, beside=False)
+            self.averaging.merge()
         self.num_steps = 0
+
+    def _start(self, fragment: int, beside: bool) -> None:
+        self.averaging.start(fragment, beside=beside)
+        self.went_on[fragment] = False
+        self.in_flight = 0
+
+    @property
+    def together(self) -> bool:
+        """Whether every rank's parameters are the same."""
+        return self.averaging.flight is None and not any(self.went_on)
 
     def consolidate(self) -> nn.Module:
         """The mean over ranks. What is under way is part of it: no rank gives up its own steps while it waits."""
-        return consolidated(self.model, self.comm, equal=self.together)
+        return consolidated(self.model, self.comm, self.averaging.names if not self.together else [])
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "learner": self.learner.state_dict(), "averaging": self.averaging.state_dict(),
-            "num_steps": self.num_steps, "in_flight": self.in_flight, "together": self.together,
+            "num_steps": self.num_steps, "in_flight": self.in_flight, "went_on": list(self.went_on),
+            "period": [self.every, self.wait],
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.learner.load_state_dict(state["learner"])
+        if (len(state["went_on"]), *state["period"]) != (len(self.went_on), self.every, self.wait):
+            raise RunError("the saved state is of another period, wait or number of fragments; use the same ones")
         self.averaging.load_state_dict(state["averaging"])
+        self.learner.load_state_dict(state["learner"])
         self.num_steps, self.in_flight = state["num_steps"], state["in_flight"]
-        self.together = state["together"]
+        self.went_on = list(state["went_on"])
 
 
 class LocalSGD(Periodic):
