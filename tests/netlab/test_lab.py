@@ -306,15 +306,17 @@ def on_hosts(
 ) -> list[str]:
     """What each rank of a program prints, the ranks spread over hosts as by torchrun."""
     with netlab.hosts(num_nodes) as hosts:
-        world = {"WORLD_SIZE": str(num_ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "PYTHONPATH": str(ROOT)}
-        world |= {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29500", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        ranks = [
-            hosts[node].start(
-                [sys.executable, *command], env={**os.environ, **world, "RANK": str(rank)}, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=folders[rank] if folders else None,
-            )
-            for rank, node in enumerate(place(num_ranks, num_nodes))
-        ]  # fmt: skip
+        world = {"WORLD_SIZE": str(num_ranks), "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        world |= {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29500"}
+        placed = place(num_ranks, num_nodes)
+        ranks = []
+        for rank, node in enumerate(placed):
+            own = {"RANK": rank, "LOCAL_RANK": rank - placed.index(node), "LOCAL_WORLD_SIZE": placed.count(node)}
+            env = {**os.environ, **world, **{name: str(value) for name, value in own.items()}}
+            command_here = [sys.executable, *command]
+            cwd = folders[rank] if folders else None
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            ranks.append(hosts[node].start(command_here, env=env, text=True, cwd=cwd, **pipes))
         outputs = [rank.communicate(timeout=100) for rank in ranks]
     for rank, (_, errors) in zip(ranks, outputs, strict=True):
         assert rank.returncode == 0, errors
