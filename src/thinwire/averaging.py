@@ -215,9 +215,14 @@ def cut(parameters: Named, fragments: int) -> list[list[str]]:
 
 
 def averaged_buffers(model: nn.Module) -> list[Tensor]:
-    """Floating-point buffers that are part of the model's state; others are counters, or caches of each rank's own."""
+    """Those that are kept and floating-point; others are counters."""
+    return [b for b in kept_buffers(model) if b.is_floating_point()]
+
+
+def kept_buffers(model: nn.Module) -> list[Tensor]:
+    """Buffers that are part of the model's state; the others are caches that every rank computes for itself."""
     state = model.state_dict()
-    return [b for name, b in model.named_buffers() if name in state and b.is_floating_point()]
+    return [b for name, b in model.named_buffers() if name in state]
 
 
 def _fragments(model: nn.Module, number: int) -> list[Fragment]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire import registry
+from thinwire.averaging import kept_buffers
 from thinwire.comm.base import Comm, in_one_go
 from thinwire.data import Batch, Shard
 from thinwire.errors import RunError, UsageError
@@ -161,8 +162,7 @@ def average_buffers(model: nn.Module, comm: Comm) -> None:
 
     Only those that are part of the model's state: the others are caches that every rank computes for itself.
     """
-    state = model.state_dict()
-    buffers = [buffer for name, buffer in model.named_buffers() if name in state]
+    buffers = kept_buffers(model)
     with comm.ledger.purpose("sync"):
         in_one_go([b for b in buffers if b.is_floating_point()], comm.mean)
         in_one_go([b for b in buffers if not b.is_floating_point()], comm.broadcast)
