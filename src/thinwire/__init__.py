@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from thinwire.errors import RunError as RunError
     from thinwire.errors import UsageError as UsageError
     from thinwire.strategies.base import Strategy as Strategy
-    from thinwire.strategies.base import epoch as epoch
     from thinwire.strategies.base import prepare as prepare
+    from thinwire.strategies.epochs import epoch as epoch
     from thinwire.tasks.base import Task as Task
 
 __version__ = "0.1.0.dev0"
@@ -30,7 +30,7 @@ _HOME = {
     "Task": "thinwire.tasks.base",
     "UsageError": "thinwire.errors",
     "attach": "thinwire.attaching",
-    "epoch": "thinwire.strategies.base",
+    "epoch": "thinwire.strategies.epochs",
     "join": "thinwire.comm.joining",
     "loader": "thinwire.data",
     "prepare": "thinwire.strategies.base",

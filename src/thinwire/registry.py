@@ -23,6 +23,7 @@ TABLE: dict[str, dict[str, str]] = {
         "local_sgd": "thinwire.strategies.local_sgd:LocalSGD",
         "diloco": "thinwire.strategies.local_sgd:DiLoCo",
         "daso": "thinwire.strategies.daso:DASO",
+        "ab": "thinwire.strategies.ab:AB",
     },
     "reducers": {
         "mean": "thinwire.reducers.mean:mean",

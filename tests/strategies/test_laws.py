@@ -24,7 +24,11 @@ VARIANTS = [
     "daso(ranks_per_node=1)",
     "daso(ranks_per_node=1, warmup_epochs=0)",
     "daso(ranks_per_node=1, warmup_epochs=0, merge=delta, max_global_skips=2, reducer=mean)",
+    "ab(sync_every=3, warmup=1, cutoff=0.7)",
+    "ab(sync_every=4, warmup=2, rebound=2, climb=0, cutoff=0.6, sync=stale, moments=rotate)",
+    "ab(sync_every=3, warmup=0, cutoff=0.7, sync=full, moments=slice, reducer=error_feedback(maxnorm(bits=4)))",
 ]
+APART = "ab"  # whose periods are longer than an epoch: only what it consolidates to is then equal
 
 
 def small_net(seed: int = 0) -> nn.Sequential:
@@ -103,8 +107,9 @@ def after_each_epoch(comm: Comm, spec: str) -> list[dict[str, Tensor]]:
     for epoch in range(3):
         steps(strategy, batches(5 - epoch, 24))
         strategy.end_epoch()
-        for model in (strategy.model, strategy.consolidate()):
-            found.append({name: tensor.detach().clone() for name, tensor in model.named_parameters()})
+        found.append(dict(strategy.consolidate().named_parameters()))
+        if not spec.startswith(APART):
+            found.append({name: tensor.detach().clone() for name, tensor in strategy.model.named_parameters()})
     return found
 
 
@@ -114,8 +119,9 @@ def test_all_ranks_are_equal_after_each_epoch(world: World, spec: str, ranks: in
     results = world(after_each_epoch, ranks, spec)
     for models in zip(*results, strict=True):
         assert all(same(models[0], other) for other in models)
-    for live, consolidated in zip(results[0][::2], results[0][1::2], strict=True):
-        assert same(live, consolidated)
+    if not spec.startswith(APART):
+        for consolidated, live in zip(results[0][::2], results[0][1::2], strict=True):
+            assert same(live, consolidated)
 
 
 def consolidate_in_between(comm: Comm, spec: str) -> tuple[dict[str, Tensor], str, bool]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,9 +18,10 @@ from thinwire.data import Batch, Shard
 from thinwire.errors import RunError, UsageError
 from thinwire.optim import OptimizerFactory
 from thinwire.overlap import Exchange, no_gradient
-from thinwire.progress import say, say_once
+from thinwire.progress import say
 
 CHECK_EVERY_STEPS = 20  # how often a GPU's losses and gradients are looked at; each look waits for it
+SLOW_LR = 1e-5  # where a learning rate climbs from when a strategy begins something new
 Loss = Callable[[Any, Tensor], Tensor]  # (model output, targets) → mean over the batch
 
 
@@ -43,14 +43,24 @@ class Strategy(Protocol):
 
     shard: Shard  # which part of each batch this rank reads
 
+    def begin_epoch(self, num_steps: int | None) -> None:
+        """An epoch begins, of so many steps if that is known."""
+
     def step(self, batch: Batch) -> Tensor:
         """One local update and whatever communication is due; returns this rank's loss."""
 
     def end_epoch(self) -> None:
         """An epoch is over: bring together what drifted apart. Collective."""
 
-    def consolidate(self) -> nn.Module:
-        """The whole trained model, equal on every rank, apart from the one being trained. Collective."""
+    def status(self) -> dict[str, Any]:
+        """Plain figures of where the method is, to be recorded after each epoch."""
+        return {}
+
+    def consolidate(self, factored: bool = False) -> nn.Module:
+        """The whole trained model, equal on every rank, apart from the one being trained. Collective.
+
+        `factored` leaves low-rank layers as two thin ones, where the strategy has any.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that this rank needs to go on exactly."""
@@ -65,14 +75,20 @@ class Learner:
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
         self.model = model
         self.recipe = recipe
-        trainable = [p for p in model.parameters() if p.requires_grad]
-        if not trainable:
-            raise UsageError("the model has no parameter to train; set requires_grad on at least one")
-        self.optimizer = recipe.optimizer(trainable)
-        self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self.num_steps = 0
+        self.renew()
         self._loss = torch.zeros(())  # of the last step
         self._recent: list[Tensor] = []  # loss and norm of the gradient of steps not yet looked at
+
+    def renew(self, states: Mapping[str, dict[str, Any]] | None = None) -> None:
+        """A new optimizer for the parameters that there are now, with what it shall remember of some of them."""
+        trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if not trainable:
+            raise UsageError("the model has no parameter to train; set requires_grad on at least one")
+        self.optimizer = self.recipe.optimizer(trainable.values())
+        self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
+        for name in trainable.keys() & (states or {}).keys():
+            self.optimizer.state[trainable[name]] = (states or {})[name]
 
     def backward(self, batch: Batch, exchange: Exchange, exchanging: bool = True) -> Tensor:
         """Gradients of the mean loss over the batch, in `accumulate` pieces, exchanged or not; returns that loss."""
@@ -95,8 +111,8 @@ class Learner:
         self._loss = torch.stack(losses).sum()
         return self._loss
 
-    def update(self) -> None:
-        """Check, clip, set the learning rate, step."""
+    def update(self, ease: float = 1.0) -> None:
+        """Check, clip, set the learning rate, step. `ease` 1 is the schedule's learning rate, 0 almost none."""
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if self.recipe.clip_norm is not None:
@@ -104,7 +120,8 @@ class Learner:
         self._check(norm)
         factor = self.recipe.schedule(self.num_steps)
         for group, lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
-            group["lr"] = lr * factor
+            slow = min(lr * factor, SLOW_LR)
+            group["lr"] = slow + ease * (lr * factor - slow)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.num_steps += 1
@@ -215,51 +232,3 @@ def prepare(
     recipe = Recipe(loss, optimizer, schedule, clip_norm, accumulate, autocast, epochs)
     strategy: Strategy = registry.build("strategies", spec, model, recipe, comm)
     return strategy
-
-
-def epoch(trainer: Strategy, batches: Iterable[Batch], comm: Comm) -> Iterator[Batch]:
-    """The batches of one epoch, equally many on every rank, and then the epoch's end. Collective.
-
-    Ranks may have different numbers of batches: all stop with the shortest, and say so. They agree on that once, or,
-    where a number cannot be told beforehand, before every batch. Whoever leaves the loop early ends the epoch with
-    `trainer.end_epoch()`.
-
-    >>> import thinwire as tw, torch
-    >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
-    >>> with tw.join() as comm:
-    ...     trainer = tw.prepare("local_sgd", model=torch.nn.Linear(2, 1), comm=comm,
-    ...                          optimizer=lambda p: torch.optim.SGD(p, 0.1), loss=torch.nn.functional.mse_loss)
-    ...     len([trainer.step(batch) for batch in tw.epoch(trainer, data, comm)])
-    3
-    """
-    if not hasattr(trainer, "end_epoch"):
-        raise UsageError(
-            f"epoch: {type(trainer).__name__} is not a trainer; the order is tw.epoch(trainer, batches, comm)"
-        )
-    yield from _equally_many(batches, comm)
-    trainer.end_epoch()
-
-
-def _equally_many(batches: Iterable[Batch], comm: Comm) -> Iterator[Batch]:
-    def gathered(mine: int) -> list[int]:
-        with comm.ledger.purpose("sync"):
-            return [int(number) for number in comm.gather(torch.tensor([mine]))]
-
-    numbers = gathered(_length(batches))
-    if min(numbers) >= 0:
-        if min(numbers) < max(numbers) and comm.rank == 0:
-            say_once(f"thinwire: ranks have {min(numbers)} to {max(numbers)} batches; all stop after {min(numbers)}")
-        yield from itertools.islice(batches, min(numbers))
-        return
-    iterator = iter(batches)
-    while all(gathered((batch := next(iterator, None)) is not None)):
-        assert batch is not None
-        yield batch
-
-
-def _length(batches: Iterable[Batch]) -> int:
-    """How many there are; −1 if that cannot be told. A DataLoader has a length, even where its data has none."""
-    try:
-        return len(batches) if isinstance(batches, Sized) else -1
-    except TypeError:
-        return -1

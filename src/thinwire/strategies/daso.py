@@ -18,7 +18,8 @@ from thinwire.progress import say, say_once
 from thinwire.reducers.base import Reducer, restored
 from thinwire.reducers.half import bf16
 from thinwire.reducers.mean import mean
-from thinwire.strategies.base import Learner, Recipe, consolidated, replicate
+from thinwire.strategies.base import Learner, Recipe, Strategy, consolidated, replicate
+from thinwire.strategies.groups import groups_of, nodes_of
 
 PATIENCE = 3  # epochs in a row without improvement, until the loss counts as stable
 
@@ -57,7 +58,7 @@ class Plateau:
         return self.failures == PATIENCE
 
 
-class DASO:
+class DASO(Strategy):
     """Every batch inside a node, every few batches between nodes, and there without waiting.
 
     Inside a node gradients are averaged in every batch. Between nodes one rank of each, in turns ("rails"), averages
@@ -202,12 +203,10 @@ class DASO:
 
     # ---- results and states
 
-    def consolidate(self) -> nn.Module:
+    def consolidate(self, factored: bool = False) -> nn.Module:
         """The mean over ranks. What is under way is part of it: no node gives up its own steps while it waits."""
         if self.batch and not self.epoch and self.comm.rank == 0:
-            say_once(
-                f"thinwire: daso is in its first epoch after {self.batch} batches; if it is over, say so: tw.epoch"
-            )
+            say_once(f"daso is in its first epoch after {self.batch} batches; if it is over, say so: tw.epoch")
         return consolidated(self.model, self.comm, self.averaging.names if not self.together else [])
 
     def state_dict(self) -> dict[str, Any]:
@@ -248,16 +247,7 @@ def _phases(epochs: int | None, warmup: int, cooldown: int) -> tuple[int, int]:
 
 def _nodes(comm: Comm, ranks_per_node: int | None) -> list[list[int]]:
     """The ranks of each node."""
-    if ranks_per_node is None or comm.size == 1:
-        nodes = [[r for r in range(comm.size) if comm.nodes[r] == node] for node in sorted(set(comm.nodes))]
-    elif comm.size % ranks_per_node == 0:
-        nodes = [list(range(r, r + ranks_per_node)) for r in range(0, comm.size, ranks_per_node)]
-    else:
-        possible = [n for n in range(1, comm.size) if comm.size % n == 0]
-        raise UsageError(
-            f"daso: ranks_per_node={ranks_per_node} does not divide {comm.size} ranks; "
-            f"try {' or '.join(map(str, possible)) or 'more ranks'}, or leave it out: nodes may then be of unequal size"
-        )
+    nodes = nodes_of(comm) if ranks_per_node is None else groups_of(comm, ranks_per_node, "daso: ranks_per_node")
     if len(nodes) == 1 and comm.rank == 0:
         say("thinwire: daso: all ranks are on one node, so this is data_parallel; ranks_per_node=… makes several nodes")
     return nodes

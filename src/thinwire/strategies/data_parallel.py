@@ -12,10 +12,10 @@ from thinwire.data import Batch, Shard
 from thinwire.overlap import exchange
 from thinwire.reducers.base import Reducer, restored
 from thinwire.reducers.mean import mean
-from thinwire.strategies.base import Learner, Recipe, consolidated, replicate
+from thinwire.strategies.base import Learner, Recipe, Strategy, consolidated, replicate
 
 
-class DataParallel:
+class DataParallel(Strategy):
     """Average the gradients of all ranks in every step.
 
     θ ← θ − η·opt((1/n)·Σᵢ ∇Lᵢ(θ)): with the exact mean, n ranks with batch b compute what one rank would with
@@ -54,7 +54,7 @@ class DataParallel:
     def end_epoch(self) -> None:
         """Nothing to do: parameters never differ between ranks."""
 
-    def consolidate(self) -> nn.Module:
+    def consolidate(self, factored: bool = False) -> nn.Module:
         return consolidated(self.model, self.comm)
 
     def state_dict(self) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from thinwire.overlap import Alone
 from thinwire.progress import say
 from thinwire.reducers.base import Reducer
 from thinwire.reducers.mean import mean
-from thinwire.strategies.base import Learner, Recipe, consolidated, replicate
+from thinwire.strategies.base import Learner, Recipe, Strategy, consolidated, replicate
 
 
-class Periodic:
+class Periodic(Strategy):
     """Local steps; after every `every` of them, each fragment is averaged, and merged `wait` steps later.
 
     With several fragments they take turns, evenly spread over the period, so that one at a time is on its way. The
@@ -78,7 +78,7 @@ class Periodic:
         """Whether every rank's parameters are the same."""
         return self.averaging.flight is None and not any(self.went_on)
 
-    def consolidate(self) -> nn.Module:
+    def consolidate(self, factored: bool = False) -> nn.Module:
         """The mean over ranks. What is under way is part of it: no rank gives up its own steps while it waits."""
         return consolidated(self.model, self.comm, self.averaging.names if not self.together else [])
 

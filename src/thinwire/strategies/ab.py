@@ -1,0 +1,229 @@
+"""AB-training: weights as products of two factors, and groups that each train one of them on their own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from torch import Tensor, nn
+
+from thinwire.comm.base import Comm, in_one_go
+from thinwire.data import Batch, Shard
+from thinwire.errors import RunError, UsageError
+from thinwire.factoring import Factoring
+from thinwire.overlap import Exchange, exchange
+from thinwire.progress import say
+from thinwire.reducers.base import Reducer, restored
+from thinwire.reducers.mean import mean
+from thinwire.strategies.base import Learner, Recipe, Strategy, average_buffers, replicate
+from thinwire.strategies.groups import groups_of, nodes_of
+from thinwire.strategies.phases import Lengths, Phase, Phases
+from thinwire.surgery.attention import open_attention
+from thinwire.surgery.moments import State, copied, resized, rotated
+from thinwire.surgery.standard import standard
+
+
+class AB(Strategy):
+    """Low-rank factors, trained by groups that talk only inside themselves.
+
+    After a warm-up of plain data parallelism each weight becomes W = A·B, without its σᵢ ≤ cutoff·σ₁. Half of the
+    groups train A, half B, each on its own data. Every S steps all meet, W ← Ā·B̄, train W together for a while
+    (rebound), and factor it anew. Wire bytes per rank and step, of P parameters on n ranks in groups of g: 2(n−1)/n·4P
+    in warm-up and rebound; else 2(g−1)/g·4(N_A + N_o), or with N_B, inside groups and none between them;
+    2(n−1)/n·4(N_A + N_B + N_o) at a meeting. N_o is what is not factored: vectors, embeddings, first and last layer.
+
+    Coquelin et al., "AB-Training: A Communication-Efficient Approach for Distributed Low-Rank Learning", 2024.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        comm: Comm,
+        /,
+        *,
+        group_size: PositiveInt | None = None,  # ranks that train together; default: those of a node, or half of all
+        cutoff: Annotated[float, Field(gt=0, lt=1)] = 0.15,  # part of σ₁ up to which is dropped; higher = lower ranks
+        sync: Literal["learned", "stale", "full"] = "learned",  # what is averaged: trained factors, all, or products
+        sync_every: PositiveFloat | None = None,  # S: from one meeting to the next; default: a tenth of the run
+        warmup: NonNegativeFloat | None = None,  # Wu: full rank until then; default: 2·S
+        rebound: PositiveFloat | None = None,  # D: full rank after each meeting; default: S·60/759
+        climb: NonNegativeFloat | None = None,  # R: until the learning rate is back after a change; default: S·267/759
+        unit: Literal["steps", "epochs"] = "steps",  # of these four lengths
+        moments: Literal["rotate", "slice", "reset"] = "reset",  # what the optimizer remembers after a change
+        reducer: Reducer = mean(),  # how gradients are averaged
+    ) -> None:
+        self.shard = Shard(comm.rank, comm.size)
+        self.comm = comm
+        self.model = model
+        self.sync, self.moments, self.reducer = sync, moments, reducer
+        self.lengths, self.epochs = Lengths(sync_every, warmup, rebound, climb, unit), recipe.epochs
+        if not self.lengths.in_steps and recipe.epochs is None:
+            raise UsageError(
+                "ab has phases, so it must know how long the run is: prepare(…, epochs=90), and tw.epoch(trainer, "
+                "batches, comm) for each of them; or give ab(sync_every=…) in steps"
+            )
+        self.phases: Phases | None = self.lengths.phases(None, 0) if self.lengths.in_steps else None
+
+        open_attention(model)
+        self.factoring = Factoring(model, comm, cutoff, "ab")
+        replicate(model, comm)
+        groups = _groups(comm, group_size)
+        self.group = comm.split(groups, "group")
+        roles = ["A" if i % 2 == 0 else "B" for i in range(len(groups))] if len(groups) > 1 else ["AB"]
+        self.role = next(role for role, group in zip(roles, groups, strict=True) if comm.rank in group)
+        self.num_training = {x: sum(len(g) for g, role in zip(groups, roles, strict=True) if x in role) for x in "AB"}
+
+        self.phase: Phase = "warmup"
+        self.began = 0  # the first step of this phase
+        self.num_epoch_steps = 0  # done of this epoch
+        self.ranks: dict[str, int] = {}  # that layers got when they were last factored; full ones are not in it
+        self.kept: dict[str, State] = {}  # moments of parameters that are not being trained in this phase
+        self.learner = Learner(model, recipe)
+        self.exchange: Exchange = exchange(model, reducer, comm)
+
+    def begin_epoch(self, num_steps: int | None) -> None:
+        if num_steps:
+            self._plan(num_steps)
+
+    def step(self, batch: Batch) -> Tensor:
+        step = self.learner.num_steps
+        phase = self.phases.at(step) if self.phases else "warmup"
+        if phase != self.phase:
+            self._enter(phase)
+        loss = self.learner.backward(batch, self.exchange)
+        self.learner.update(self.phases.ease(step, self.began) if self.phases else 1.0)
+        self.num_epoch_steps += 1
+        return loss
+
+    def end_epoch(self) -> None:
+        if not self.phases and self.num_epoch_steps:
+            self._plan(self.num_epoch_steps)
+        self.num_epoch_steps = 0
+
+    def _plan(self, epoch_steps: int) -> None:
+        if self.phases and self.lengths.in_steps and self.epochs is None:
+            return
+        self.phases = self.lengths.phases(self.epochs, epoch_steps)
+
+    # ---- from one phase to the next
+
+    def _enter(self, phase: Phase) -> None:
+        before = self._moments()
+        if phase == "ab":
+            self.ranks = self.factoring.decompose(self.model)
+        else:
+            self._average(self.model)
+            self.factoring.merge(self.model)
+        self.phase, self.began = phase, self.learner.num_steps
+        self._begin(self._followed(before))
+
+    def _begin(self, states: Mapping[str, State]) -> None:
+        """Train what this phase trains: all of W with all ranks, or this group's factors inside the group."""
+        for layer in self.factoring.factored(self.model).values():
+            layer.A.requires_grad_("A" in self.role)
+            layer.B.requires_grad_("B" in self.role)
+        self.learner.renew(states)
+        del self.exchange  # before the next one is made: it watches the same parameters
+        self.exchange = exchange(self.model, self.reducer, self.group if self.phase == "ab" else self.comm)
+
+    @torch.no_grad()
+    def _average(self, model: nn.Module) -> None:
+        """The mean over all ranks, of factors by the rule of `sync`."""
+        if self.sync == "full":
+            self.factoring.merge(model)  # (1/n)·Σ AᵢBᵢ
+        if self.sync == "learned":  # (1/n_A)·Σ Aᵢ over those that trained A, and B likewise
+            for layer in self.factoring.factored(model).values():
+                for x, weight in (("A", layer.A), ("B", layer.B)):
+                    weight.mul_(self.comm.size / self.num_training[x] if x in self.role else 0.0)
+        factors = {id(w) for layer in self.factoring.factored(model).values() for w in (layer.A, layer.B)}
+        with self.comm.ledger.purpose("sync"):
+            in_one_go([p for p in model.parameters() if p.requires_grad or id(p) in factors], self.comm.mean)
+
+    # ---- what the optimizer remembers
+
+    def _moments(self) -> dict[str, State]:
+        """The optimizer's state, by the names that parameters have while nothing is factored."""
+        state = self.learner.optimizer.state
+        return {self._full_name(name): state[p] for name, p in self.model.named_parameters() if p in state}
+
+    def _full_name(self, name: str) -> str:
+        layer, _, last = name.rpartition(".up.")
+        return f"{layer}.bias" if layer in self.ranks and last == "bias" else name
+
+    def _followed(self, before: dict[str, State]) -> dict[str, State]:
+        """What to remember in the phase that begins.
+
+        Full-rank phases go on from where the last one ended: that is the same on every rank, and costs no bytes.
+        """
+        if self.moments == "reset":
+            return {}
+        kept, self.kept = self.kept, {name: copied(state) for name, state in before.items()}
+        if self.phase != "ab":
+            return kept
+        followed = dict(before)
+        for name, layer in self.factoring.factored(self.model).items():
+            up, down = f"{name}.up.weight", f"{name}.down.weight"
+            if self.moments == "rotate":
+                followed[up], followed[down] = rotated(before.get(f"{name}.weight", {}), layer)
+            else:
+                followed[up] = resized(kept.get(up, {}), layer.up.weight)
+                followed[down] = resized(kept.get(down, {}), layer.down.weight)
+        return followed
+
+    # ---- results and states
+
+    def status(self) -> dict[str, Any]:
+        """The phase, and of each layer the rank that it was last given and the largest that it could have."""
+        ranks = {
+            name: [self.ranks.get(name, largest), largest] for name, largest in self.factoring.largest_ranks.items()
+        }
+        return {"phase": self.phase, "ranks": ranks}
+
+    def consolidate(self, factored: bool = False) -> nn.Module:
+        """What a meeting now would give; with `factored`, as two thin layers for each weight that has a low rank."""
+        whole = copy.deepcopy(self.model)
+        if self.phase == "ab":
+            self._average(whole)
+        average_buffers(whole, self.comm)
+        if not factored:
+            self.factoring.merge(whole)
+        elif self.phase != "ab" or self.sync == "full":
+            self.factoring.decompose(whole)
+        for layer in self.factoring.factored(whole).values():
+            layer.requires_grad_(True)
+        return standard(whole)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "learner": self.learner.state_dict(), "reducer": self.exchange.states, "kept": self.kept,
+            "phases": None if self.phases is None else asdict(self.phases), "role": self.role, "ranks": self.ranks,
+            "phase": self.phase, "began": self.began, "num_epoch_steps": self.num_epoch_steps,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["role"] != self.role or not state["ranks"].keys() <= set(self.factoring.layers):
+            raise RunError("the saved state is of another model or group size; use the same ones")
+        self.phases = None if state["phases"] is None else Phases(**state["phases"])
+        self.phase, self.began, self.num_epoch_steps = state["phase"], state["began"], state["num_epoch_steps"]
+        self.ranks, self.kept = dict(state["ranks"]), state["kept"]
+        self.factoring.merge(self.model)
+        if self.phase == "ab":
+            self.factoring.factor(self.model, self.ranks)
+        self._begin({})
+        self.learner.load_state_dict(state["learner"])
+        self.exchange.states = restored(self.exchange.states, state["reducer"])
+
+
+def _groups(comm: Comm, size: int | None) -> list[list[int]]:
+    """Those that train together: as many ranks as asked for, or a node's, or half of them."""
+    ranks, nodes = list(range(comm.size)), nodes_of(comm)
+    halves = [half for half in (ranks[: comm.size // 2], ranks[comm.size // 2 :]) if half]
+    groups = (nodes if len(nodes) > 1 else halves) if size is None else groups_of(comm, size, "ab: group_size")
+    if len(groups) == 1 and comm.rank == 0:
+        say("thinwire: ab: all ranks are one group, which trains both factors; group_size=… makes several")
+    return groups

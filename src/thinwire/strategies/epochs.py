@@ -1,0 +1,63 @@
+"""The batches of an epoch, equally many on every rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sized
+
+import torch
+
+from thinwire.comm.base import Comm
+from thinwire.data import Batch
+from thinwire.errors import UsageError
+from thinwire.progress import say_once
+from thinwire.strategies.base import Strategy
+
+
+def epoch(trainer: Strategy, batches: Iterable[Batch], comm: Comm) -> Iterator[Batch]:
+    """The batches of one epoch, equally many on every rank, and then the epoch's end. Collective.
+
+    Ranks may have different numbers of batches: all stop with the shortest, and say so. They agree on that once, or,
+    where a number cannot be told beforehand, before every batch. Whoever leaves the loop early ends the epoch with
+    `trainer.end_epoch()`.
+
+    >>> import thinwire as tw, torch
+    >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
+    >>> with tw.join() as comm:
+    ...     trainer = tw.prepare("local_sgd", model=torch.nn.Linear(2, 1), comm=comm,
+    ...                          optimizer=lambda p: torch.optim.SGD(p, 0.1), loss=torch.nn.functional.mse_loss)
+    ...     len([trainer.step(batch) for batch in tw.epoch(trainer, data, comm)])
+    3
+    """
+    if not hasattr(trainer, "end_epoch"):
+        raise UsageError(
+            f"epoch: {type(trainer).__name__} is not a trainer; the order is tw.epoch(trainer, batches, comm)"
+        )
+    yield from _equally_many(trainer, batches, comm)
+    trainer.end_epoch()
+
+
+def _equally_many(trainer: Strategy, batches: Iterable[Batch], comm: Comm) -> Iterator[Batch]:
+    def gathered(mine: int) -> list[int]:
+        with comm.ledger.purpose("sync"):
+            return [int(number) for number in comm.gather(torch.tensor([mine]))]
+
+    numbers = gathered(_length(batches))
+    trainer.begin_epoch(min(numbers) if min(numbers) >= 0 else None)
+    if min(numbers) >= 0:
+        if min(numbers) < max(numbers) and comm.rank == 0:
+            say_once(f"ranks have {min(numbers)} to {max(numbers)} batches; all stop after {min(numbers)}")
+        yield from itertools.islice(batches, min(numbers))
+        return
+    iterator = iter(batches)
+    while all(gathered((batch := next(iterator, None)) is not None)):
+        assert batch is not None
+        yield batch
+
+
+def _length(batches: Iterable[Batch]) -> int:
+    """How many there are; −1 if that cannot be told. A DataLoader has a length, even where its data has none."""
+    try:
+        return len(batches) if isinstance(batches, Sized) else -1
+    except TypeError:
+        return -1

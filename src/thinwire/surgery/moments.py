@@ -1,0 +1,56 @@
+"""What an optimizer remembers of a weight, when that weight becomes two factors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.surgery.lowrank import Factored
+
+State = dict[str, Any]  # of one parameter: moments as tensors of its shape, counters
+SUMS = {"momentum_buffer", "exp_avg"}  # of gradients
+SUMS_OF_SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"}
+
+
+@torch.no_grad()
+def rotated(state: State, layer: Factored) -> tuple[State, State]:
+    """The moments of W as those of `up` and `down`, as far as they can be known.
+
+    ∂L/∂up = G·downᵀ and ∂L/∂down = upᵀ·G, so sums of gradients follow exactly. Squares do if the elements of G are
+    uncorrelated: E(G·downᵀ)² = E(G²)·(down²)ᵀ. Moments that we do not know start again.
+    """
+    up, down = layer.up.weight, layer.down.weight
+    states: tuple[State, State] = {}, {}
+    for name, value in state.items():
+        if not isinstance(value, Tensor) or value.dim() < 2:
+            states[0][name] = states[1][name] = value
+        elif name in SUMS | SUMS_OF_SQUARES:
+            power = 1 if name in SUMS else 2
+            moment = value.flatten(1)
+            states[0][name] = (moment @ down.flatten(1).pow(power).T).view(up.shape)
+            states[1][name] = (up.flatten(1).pow(power).T @ moment).view(down.shape)
+        else:
+            return {}, {}
+    return states
+
+
+def resized(state: State, like: Tensor) -> State:
+    """The moments of a factor of another rank: cut off, or zeros where there was nothing."""
+    return {
+        name: _resized(value, like) if isinstance(value, Tensor) and value.dim() == like.dim() else value
+        for name, value in state.items()
+    }
+
+
+def _resized(moment: Tensor, like: Tensor) -> Tensor:
+    common = tuple(slice(min(old, new)) for old, new in zip(moment.shape, like.shape, strict=True))
+    made = torch.zeros_like(like, dtype=moment.dtype)
+    made[common] = moment[common]
+    return made
+
+
+def copied(state: State) -> State:
+    """A state that its optimizer no longer changes."""
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
