@@ -1,4 +1,4 @@
-"""The run folder: config.toml, metrics, ledger and timeline as .jsonl, summary.json, checkpoints, the model."""
+"""The run folder: config.toml, metrics, ledger and timeline as .jsonl, summary.json, checkpoints, the models."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ class RunFolder:
         self.timeline = path / "timeline.jsonl"
         self.summary = path / "summary.json"
         self.model = path / "model.safetensors"
+        self.factored_model = path / "model-factored.safetensors"
         self.checkpoints = path / "checkpoints"
 
     @staticmethod
@@ -75,7 +76,8 @@ class RunFolder:
             raise UsageError(f"--out {folder.path} is a file; give a folder")
         if folder.config.exists():
             raise UsageError(f"{folder.path} holds a run already; add --resume to go on with it, or give another --out")
-        for left in (folder.metrics, folder.ledger, folder.timeline, folder.summary, folder.model, folder.checkpoints):
+        files = (folder.metrics, folder.ledger, folder.timeline, folder.summary, folder.model, folder.factored_model)
+        for left in (*files, folder.checkpoints):
             if left.exists():
                 raise UsageError(f"{folder.path} holds {left.name} of a run without config.toml; give another --out")
         parent = next(p for p in (folder.path, *folder.path.absolute().parents) if p.exists())

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import os
 import platform
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 import thinwire
+from thinwire.comm.base import num_bytes
 from thinwire.config import RunConfig
 from thinwire.meters import add_up
 from thinwire.network import LinkReport
 from thinwire.tasks.base import Task
 
 
+class Small(NamedTuple):
+    """A model with low-rank layers as two thin ones, and its metric on the test set."""
+
+    model: nn.Module
+    value: float
+
+
 def summarise(
     config: RunConfig, task: Task, link: LinkReport, *, epochs: int, steps: int, seconds: float, train_seconds: float,
-    samples: int, value: float, best: float, parameters: int, consolidated: nn.Module, everyone: list[dict[str, Any]],
-    nodes: int, device: torch.device,
+    samples: int, value: float, best: float, parameters: int, consolidated: nn.Module, small: Small | None,
+    everyone: list[dict[str, Any]], nodes: int, device: torch.device,
 ) -> dict[str, Any]:  # fmt: skip
     """The summary of a run. `everyone` has what each rank knows of itself."""
     rows = [row for one in everyone for row in one["ledger"]]
@@ -52,10 +60,21 @@ def summarise(
         "kernel_bytes_per_rank": round(sum(kernel.values()) / ranks) if kernel else None,
         "kernel_bytes_by_link": kernel,
         "parameters": parameters,
-        "parameters_consolidated": count(consolidated),
+        "parameters_consolidated": count(small.model if small else consolidated),
+        "model_bytes": _saved_bytes(consolidated),
+        "factored": small and _about(small, consolidated),
         "peak_memory_bytes": max(one["peak_memory_bytes"] for one in everyone),
         "versions": versions(device),
     }
+
+
+def _about(small: Small, whole: nn.Module) -> dict[str, Any]:
+    size = count(small.model)
+    return {"parameters": size, "ratio": count(whole) / size, "bytes": _saved_bytes(small.model), "value": small.value}
+
+
+def _saved_bytes(model: nn.Module) -> int:
+    return sum(map(num_bytes, model.state_dict().values()))
 
 
 def count(model: nn.Module) -> int:

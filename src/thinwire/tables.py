@@ -25,7 +25,7 @@ def result_table(summary: dict[str, Any], rows: list[dict[str, Any]]) -> Group:
     words = (
         f"{clock(summary['seconds'])} in all, {clock(summary['train_seconds'])} of it training, "
         f"{100 * summary['waiting_share']:.0f} % of that waiting for the network; "
-        f"{summary['parameters']:,} parameters\n"
+        f"{summary['parameters']:,} parameters\n{_factored_line(summary)}"
         f"a rank sent {size(summary['wire_bytes_per_rank'])} on average; the rows are rank 0's"
     )
     if summary["nodes"] > 1 or summary["link"]:
@@ -38,6 +38,17 @@ def result_table(summary: dict[str, Any], rows: list[dict[str, Any]]) -> Group:
         numbers = (f"{row['calls']:,}", size(row["payload_bytes"]), size(row["wire_bytes"]), clock(row["seconds"]))
         table.add_row(row["purpose"], row["link"], row["op"], str(row["ranks"]), *numbers)
     return Group(Text(title, style="italic"), table, Text(words))
+
+
+def _factored_line(summary: dict[str, Any]) -> str:
+    small = summary["factored"]
+    if not small:
+        return ""
+    value = show(small["value"], summary["metric"])
+    return (
+        f"with low-rank layers as two thin ones: {small['parameters']:,} parameters ({small['ratio']:.1f} : 1), "
+        f"{size(small['bytes'])} instead of {size(summary['model_bytes'])}, {summary['metric']} {value}\n"
+    )
 
 
 def network_line(summary: dict[str, Any]) -> str:

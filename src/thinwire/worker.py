@@ -28,7 +28,7 @@ from thinwire.progress import Progress, Reported, Shown, Silent
 from thinwire.records import RunFolder
 from thinwire.startup import agree, choose_device, fingerprint, open_folder, seed_everything, with_defaults
 from thinwire.strategies.base import CHECK_EVERY_STEPS, Recipe, Strategy, not_finite
-from thinwire.summary import count, summarise
+from thinwire.summary import Small, count, summarise
 from thinwire.tables import result_table
 from thinwire.tasks.base import load_task
 
@@ -152,6 +152,7 @@ class Run:
         def speed() -> float:
             return (self.at.samples - samples) / (self.at.train_seconds - seconds)
 
+        self.strategy.begin_epoch(len(self.loader))
         for i, (inputs, targets) in enumerate(self.loader.batches(self.at.epoch, start=self.at.batch)):
             if self.at.epoch == 0:
                 self.meters.keep_some(i)
@@ -201,12 +202,9 @@ class Run:
     # ---- results
 
     def _test_and_record(self, samples_per_second: float) -> dict[str, Any]:
-        model = self.strategy.consolidate()
+        tested = self._tested(self.strategy.consolidate())
         with self.comm.ledger.purpose("eval"):
             train_loss = self.comm.mean(torch.tensor(self.at.loss_sum / self.at.batch, dtype=torch.float64))
-            tested = evaluate(
-                model, self.task, self.comm, self.device, batch_size=4 * self.batch_size, autocast=self.config.autocast
-            )
         everyone = self.meters.gather(self.at.train_seconds)
         timeline = self.meters.gather_timeline() if self.at.epoch == 0 else []
         self._advance(epochs_seconds=everyone[0]["train_seconds"])
@@ -221,6 +219,7 @@ class Run:
             "samples_per_second": samples_per_second,
             "wire_bytes": round(sum(line["wire_bytes"] for ledger in ledgers for line in ledger) / self.comm.size),
             "waiting_seconds": sum(one["waiting_seconds"] for one in everyone) / self.comm.size,
+            **self.strategy.status(),
         }
         if self.comm.rank == 0:
             self.folder.append(self.folder.metrics, [row])
@@ -232,17 +231,20 @@ class Run:
 
     def _finish(self) -> dict[str, Any]:
         model = self.strategy.consolidate()
+        small = self._factored()
         assert self.at.value is not None
         assert self.at.best is not None
         everyone = self.meters.gather(self.at.train_seconds)
         summary = summarise(
             self.config, self.task, self.meters.link, epochs=self.at.epoch, steps=self.at.step, seconds=self._seconds(),
             train_seconds=self.at.train_seconds, samples=self.at.samples,
-            value=self.at.value, best=self.at.best, parameters=self.num_parameters, consolidated=model,
+            value=self.at.value, best=self.at.best, parameters=self.num_parameters, consolidated=model, small=small,
             everyone=everyone, nodes=len(set(self.comm.nodes)), device=self.device,
         )  # fmt: skip
         if self.comm.rank == 0:
             checkpoint.save_model(model, self.folder.model)
+            if small is not None:
+                checkpoint.save_model(small.model, self.folder.factored_model)
             self.folder.save_summary(summary)
             if self.news is None:
                 console = Console()
@@ -251,6 +253,19 @@ class Run:
         with self.comm.ledger.purpose("checkpoint"):
             self.comm.barrier()  # nobody leaves before the results are written
         return summary
+
+    def _factored(self) -> Small | None:
+        """The same model with low-rank layers as two thin ones, where the strategy has any."""
+        if not any(rank < largest for rank, largest in self.strategy.status().get("ranks", {}).values()):
+            return None
+        small = self.strategy.consolidate(factored=True)
+        return Small(small, self._tested(small)[self.task.metric])
+
+    def _tested(self, model: nn.Module) -> dict[str, float]:
+        with self.comm.ledger.purpose("eval"):
+            return evaluate(
+                model, self.task, self.comm, self.device, batch_size=4 * self.batch_size, autocast=self.config.autocast
+            )
 
     # ---- where we are
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from thinwire.report import figures
 from thinwire.report.figures import PURPOSES
 from thinwire.report.marks import GREY, Figure
 from thinwire.report.notes import all_records, all_summaries, measured_link, notes
+from thinwire.report.ranks import ranks
 from thinwire.report.table import results_table
 from thinwire.report.timeline import KINDS, timeline
 from thinwire.report.words import breakable, code, counted, listed, spec_of
-from thinwire.results import Record, Results
+from thinwire.results import Entry, Record, Results
 from thinwire.tables import clock, show
 
 LIGHT = {"page": "#ffffff", "text": "#1d2126", "muted": "#59626d", "line": "#dde1e6", "panel": "#f5f6f8",
@@ -58,7 +60,7 @@ def page(results: Results) -> str:
     drawn: list[Figure] = []
     body = [_intro(results), notes(results)]
     if results.example:
-        body += [results_table(results), _figures(results, drawn), _timelines(results, drawn)]
+        body += [results_table(results), _figures(results, drawn), _ranks(results, drawn), _timelines(results, drawn)]
     body += [_repeat(results), _definitions()]
     scripts = [_script(get_plotlyjs()), _data(drawn), _script(_file("script.js"))] if drawn else []
     return "\n".join([_head(_title(results)), *body, "</main>", *scripts, "</body></html>", ""])
@@ -139,6 +141,17 @@ def _costs(results: Results, drawn: list[Figure]) -> str:
     )
 
 
+def _ranks(results: Results, drawn: list[Figure]) -> str:
+    found = [(i, e, f) for i, e in enumerate(results.entries) if (f := ranks(i, e))]
+    if not found:
+        return ""
+    words = (
+        "Each row is a layer, the first one on top, and each column an epoch: the lighter a cell, the lower the rank "
+        "that the layer was last given, and the smaller its two factors."
+    )
+    return _folds("Rank of each layer", f"<p>{words}</p>", found, drawn)
+
+
 def _timelines(results: Results, drawn: list[Figure]) -> str:
     found = [(i, e, f) for i, e in enumerate(results.entries) if (f := timeline(i, e))]
     if not found:
@@ -149,14 +162,25 @@ def _timelines(results: Results, drawn: list[Figure]) -> str:
         "A few steps of each rank. The upper bar is the computing thread, the lower one what was on the wire "
         "meanwhile: blue below grey is communication hidden behind computing. Each strategy has its own time scale."
     )
-    parts: list[str] = []
-    for i, entry, figure in found:
-        waiting = entry.spread("waiting_share")
-        share = f' <span class="sub">waiting {100 * waiting.mean:.1f} % on average</span>' if waiting else ""
-        opened = " open" if not parts else ""
-        parts.append(f"<details{opened}><summary>{spec_of(i, entry)}{share}</summary>{_plot(figure, drawn)}</details>")
-    first, rest = parts[0], "".join(parts[1:])
-    return f"<section><h2>Timeline</h2><p>{words}</p>{_shades(shades)}{first}</section>{rest}"
+    return _folds("Timeline", f"<p>{words}</p>{_shades(shades)}", found, drawn, _waiting)
+
+
+def _waiting(entry: Entry) -> str:
+    waiting = entry.spread("waiting_share")
+    return f' <span class="sub">waiting {100 * waiting.mean:.1f} % on average</span>' if waiting else ""
+
+
+def _folds(
+    title: str, intro: str, found: list[tuple[int, Entry, Figure]], drawn: list[Figure],
+    more: Callable[[Entry], str] = lambda entry: "",
+) -> str:  # fmt: skip
+    """A section with a figure for each strategy; all but the first are folded away."""
+    first, *rest = (
+        f"<summary>{spec_of(i, entry)}{more(entry)}</summary>{_plot(figure, drawn)}</details>"
+        for i, entry, figure in found
+    )
+    folded = "".join(f"<details>{part}" for part in rest)
+    return f"<section><h2>{title}</h2>{intro}<details open>{first}</section>{folded}"
 
 
 def _figure(figure: Figure | None, drawn: list[Figure], otherwise: str) -> str:

@@ -127,7 +127,8 @@ class AB(Strategy):
         for layer in self.factoring.factored(self.model).values():
             layer.A.requires_grad_("A" in self.role)
             layer.B.requires_grad_("B" in self.role)
-        self.learner.renew(states)
+        full_names = {name: self._full_name(name) for name, _ in self.model.named_parameters()}
+        self.learner.renew({name: states[full] for name, full in full_names.items() if full in states})
         del self.exchange  # before the next one is made: it watches the same parameters
         self.exchange = exchange(self.model, self.reducer, self.group if self.phase == "ab" else self.comm)
 

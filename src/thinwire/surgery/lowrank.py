@@ -22,6 +22,7 @@ class Factored(nn.Sequential):
 
     def __init__(self, down: Layer, up: Layer) -> None:
         super().__init__(OrderedDict(down=down, up=up))
+        self.was_read = False  # instead of called
 
     @property
     def rank(self) -> int:
@@ -41,7 +42,12 @@ class Factored(nn.Sequential):
 
     @property
     def weight(self) -> Tensor:
-        """W itself, for code that reads a layer's weight instead of calling the layer."""
+        """W, for models that read a layer's weight instead of calling the layer."""
+        self.was_read = True
+        return self.product()
+
+    def product(self) -> Tensor:
+        """W = up·down."""
         up, down = self.up.weight, self.down.weight
         return (up.flatten(1) @ down.flatten(1)).view(len(up), *down.shape[1:])
 
@@ -164,7 +170,7 @@ def merge(layer: Factored) -> Layer:
     True
     """
     full = _resized(layer.down, len(layer.up.weight), bias=layer.bias is not None)
-    full.weight.copy_(layer.weight)
+    full.weight.copy_(layer.product())
     full.bias = layer.bias
     return full.train(layer.training)
 

@@ -8,16 +8,16 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from thinwire.surgery.attention import Opened, closed
-from thinwire.surgery.lowrank import Factored
+from thinwire.surgery.lowrank import Factored, merge
 
-READ_WEIGHTS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)  # of their layers, instead of calling them
+READ_WEIGHTS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)  # of their layers, when they are tested
 
 
 def standard(model: nn.Module) -> nn.Module:
     """Replace what surgery put into a model by torch's own modules.
 
-    A factored layer becomes an nn.Sequential of `down` and `up`. Where torch reads a weight instead of calling the
-    layer, as in its attention, the weight becomes a parametrization: `original` and the weight of an nn.Linear.
+    A factored layer becomes an nn.Sequential of `down` and `up`. Where the model reads a weight instead of calling the
+    layer, as torch's attention does, the weight becomes a parametrization: `original` and the weight of an nn.Linear.
     """
     for name, module in list(model.named_modules()):
         if isinstance(module, Opened):
@@ -25,7 +25,8 @@ def standard(model: nn.Module) -> nn.Module:
         elif isinstance(module, Factored) and name:
             inside = model.get_submodule(name.rpartition(".")[0])
             if not isinstance(inside, nn.MultiheadAttention):
-                model.set_submodule(name, _product(module) if isinstance(inside, READ_WEIGHTS) else _pair(module))
+                read = module.was_read or isinstance(inside, READ_WEIGHTS)
+                model.set_submodule(name, _product(module) if read else _pair(module))
     return model
 
 
@@ -33,12 +34,11 @@ def _pair(layer: Factored) -> nn.Sequential:
     return nn.Sequential(OrderedDict(down=layer.down, up=layer.up)).train(layer.training)
 
 
-def _product(layer: Factored) -> nn.Linear:
-    """A linear layer whose weight is computed from two factors whenever it is read."""
-    full = nn.Linear(layer.down.weight.shape[1], len(layer.up.weight), bias=layer.bias is not None, device="meta")
-    full.bias = layer.bias  # type: ignore[assignment]  # torch's own: may be None
+def _product(layer: Factored) -> nn.Module:
+    """A full layer whose weight is computed from two factors whenever it is read."""
+    full = merge(layer)
     _set_product(full, "weight", layer)
-    return full.train(layer.training)
+    return full
 
 
 def _attention(opened: Opened) -> nn.MultiheadAttention:

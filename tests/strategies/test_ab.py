@@ -1,0 +1,734 @@
+"""AB-training: phases, the three ways to meet, ranks, traffic and laws of the paper, on threads and on processes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire as tw
+from tests.strategies.test_laws import batches, same, sgd, small_net, steps, trainer, weights
+from tests.worlds import ProcessWorlds
+from thinwire.comm.base import Comm
+from thinwire.comm.ledger import all_reduce_bytes
+from thinwire.errors import RunError, UsageError
+from thinwire.overlap import Overlapped
+from thinwire.strategies.ab import AB
+from thinwire.strategies.phases import Lengths, Phases
+from thinwire.surgery.lowrank import Factored
+
+World = Callable[..., list[Any]]
+PAPER = Phases(warmup=4330, every=759, rebound=60, climb=267)
+SPEC = "ab(sync_every=6, warmup=2, rebound=2, climb=0, cutoff={cutoff}, sync={sync}, group_size={group})"
+
+
+def ab(comm: Comm, spec: str, **options: Any) -> AB:
+    strategy = trainer(comm, spec, **options)
+    assert isinstance(strategy, AB)
+    return strategy
+
+
+def made(cutoff: float = 0.7, sync: str = "learned", group: int = 1) -> str:
+    return SPEC.format(cutoff=cutoff, sync=sync, group=group)
+
+
+# ---- phases
+
+
+def test_the_published_phase_boundaries() -> None:
+    starts = PAPER.starts(5400)
+    assert [step for step, _ in starts] == [0, 4330, 4554, 4614, 5313, 5373]
+    assert [phase for _, phase in starts] == ["warmup", "ab", "rebound", "ab", "rebound", "ab"]
+
+
+def test_phases_follow_from_the_length_of_the_run() -> None:
+    assert Lengths().phases(150, 48) == Phases(warmup=1518, every=759, rebound=60, climb=267), "the authors' S, D and R"
+    assert Lengths(warmup=4330).phases(150, 48) == PAPER
+    for epochs, epoch_steps in ((10, 22), (1, 40), (3, 5), (1, 3), (500, 1000)):
+        phases = Lengths().phases(epochs, epoch_steps)
+        kinds = {phase for _, phase in phases.starts(epochs * epoch_steps)}
+        assert {"warmup", "ab"} <= kinds if epochs * epoch_steps < 10 else kinds == {"warmup", "ab", "rebound"}
+        assert 1 <= phases.rebound < phases.every
+    in_epochs = Lengths(every=2, warmup=1.5, rebound=0.5, climb=0.1, unit="epochs").phases(9, 20)
+    assert in_epochs == Phases(warmup=30, every=40, rebound=10, climb=2)
+
+
+def test_a_warmup_that_ends_at_a_meeting_is_followed_by_a_whole_period() -> None:
+    assert Phases(10, 5, 2, 0).starts(23) == [
+        (0, "warmup"),
+        (10, "ab"),
+        (15, "rebound"),
+        (17, "ab"),
+        (20, "rebound"),
+        (22, "ab"),
+    ]
+    assert Phases(0, 5, 1, 0).starts(7) == [(0, "ab"), (5, "rebound"), (6, "ab")]
+    assert Phases(11, 10, 3, 0).starts(21) == [(0, "warmup"), (11, "ab"), (20, "rebound")], "not in mid-rebound"
+
+
+def phase_by_phase(comm: Comm) -> list[str]:
+    strategy = ab(comm, made())
+    return [strategy.phase for batch in batches(16, 8) if steps(strategy, [batch])]
+
+
+def test_a_run_goes_through_its_phases(world: World) -> None:
+    for phases in world(phase_by_phase, 2):
+        assert phases == ["warmup"] * 2 + ["ab"] * 4 + (["rebound"] * 2 + ["ab"] * 4) * 1 + ["rebound"] * 2 + ["ab"] * 2
+
+
+def learning_rates(comm: Comm) -> list[float]:
+    spec = "ab(sync_every=8, warmup=2, rebound=2, climb=4, cutoff=0.7)"
+    strategy = ab(comm, spec, schedule=lambda step: 1.0 if step < 12 else 1e-6)
+    rates = []
+    for batch in batches(14, 8):
+        steps(strategy, [batch])
+        rates.append(strategy.learner.optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def test_the_learning_rate_drops_and_climbs_back_at_each_change_of_phase() -> None:
+    lr, low = 0.1, 1e-5
+    climb = [low + (lr - low) * i / 4 for i in range(5)]
+    expected = [lr, lr, *climb, lr, *climb[:2], *climb[:2], 1e-7, 1e-7]
+    assert tw.simulate(learning_rates, ranks=2)[0] == pytest.approx(expected), "never above the schedule"
+
+
+def told(comm: Comm, num_steps: int | None) -> list[str]:
+    strategy = ab(comm, "ab(cutoff=0.7)", epochs=2)
+    found = []
+    for _ in range(2):
+        strategy.begin_epoch(num_steps)
+        for batch in batches(20, 8):
+            steps(strategy, [batch])
+            found.append(strategy.phase)
+        strategy.end_epoch()
+    return found
+
+
+def test_defaults_scale_to_the_run_and_a_length_not_told_is_found_out() -> None:
+    told_before = tw.simulate(lambda comm: told(comm, 20), ranks=2)[0]
+    assert told_before == [Phases(8, 4, 1, 1).at(step) for step in range(40)]
+    found_out = tw.simulate(lambda comm: told(comm, None), ranks=2)[0]
+    assert found_out == ["warmup"] * 20 + told_before[20:], "full rank until the first epoch is over"
+
+
+# ---- the three ways to meet
+
+
+def meet(comm: Comm, sync: str, group: int) -> dict[str, Any]:
+    """Two steps of warm-up, four apart, and what the meeting makes of them."""
+    strategy = ab(comm, made(sync=sync, group=group))
+    data = batches(7, 24)
+    steps(strategy, data[:3])
+    layer = strategy.model.get_submodule("3")
+    assert isinstance(layer, Factored), "a 16×16 layer of rank below 8"
+    steps(strategy, data[3:6])
+    one = {
+        "A": layer.A.detach().clone(),
+        "B": layer.B.detach().clone(),
+        "role": strategy.role,
+        "bias": layer.bias.detach().clone(),
+    }
+    consolidated = strategy.consolidate()
+    factored = strategy.consolidate(factored=True)
+    strategy._enter("rebound")
+    one |= {"W": strategy.model[3].weight.detach().clone(), "mean bias": strategy.model[3].bias.detach().clone()}
+    assert torch.equal(consolidated[3].weight, one["W"]), "what a meeting now would give"
+    assert same(weights(consolidated), weights(strategy.consolidate()))
+    one["thin"] = factored[3].up.weight.detach() @ factored[3].down.weight.detach() if sync != "full" else one["W"]
+    return one
+
+
+@pytest.mark.parametrize(("ranks", "group"), [(2, 1), (4, 2), (4, 1), (3, 1), (6, 2)])
+@pytest.mark.parametrize("sync", ["learned", "stale", "full"])
+def test_a_meeting_follows_its_formula(world: World, sync: str, ranks: int, group: int) -> None:
+    found = world(meet, ranks, sync, group)
+    product = {
+        "learned": lambda: (
+            mean(r["A"] for r in found if "A" in r["role"]) @ mean(r["B"] for r in found if "B" in r["role"])
+        ),
+        "stale": lambda: mean(r["A"] for r in found) @ mean(r["B"] for r in found),
+        "full": lambda: mean(r["A"] @ r["B"] for r in found),
+    }[sync]()
+    roles = [r["role"] for r in found]
+    assert roles == ["A" if rank // group % 2 == 0 else "B" for rank in range(ranks)]
+    for one in found:
+        torch.testing.assert_close(one["W"], product, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(one["thin"], product, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(one["mean bias"], mean(r["bias"] for r in found), rtol=1e-5, atol=1e-6)
+        assert torch.equal(one["W"], found[0]["W"]), "all ranks are equal after a meeting"
+
+
+def mean(tensors: Any) -> Tensor:
+    return torch.stack(list(tensors)).mean(0)
+
+
+def moved(comm: Comm, sync: str) -> dict[str, Tensor]:
+    """What each factor was before and after the groups trained apart, and the meeting's weight."""
+    strategy = ab(comm, made(sync=sync))
+    steps(strategy, batches(2, 24))
+    strategy._enter("ab")
+    layer = strategy.model[3]
+    before = layer.A.detach().clone(), layer.B.detach().clone()
+    strategy.phases = Phases(0, 100, 1, 0)
+    steps(strategy, batches(4, 24))
+    after = layer.A.detach().clone(), layer.B.detach().clone()
+    strategy._enter("rebound")
+    return {"A0": before[0], "B0": before[1], "A": after[0], "B": after[1], "W": strategy.model[3].weight.detach()}
+
+
+def test_the_formulas_in_terms_of_what_was_learned() -> None:
+    """Two groups: one moves A by ΔA, one B by ΔB, and the frozen factors stay where they were."""
+    for sync in ("learned", "stale", "full"):
+        first, second = tw.simulate(lambda comm, sync=sync: moved(comm, sync), ranks=2)
+        a0, b0 = first["A0"], first["B0"]
+        assert torch.equal(second["A"], a0)
+        assert torch.equal(first["B"], b0)
+        da, db = first["A"] - a0, second["B"] - b0
+        assert da.norm() > 1e-3
+        assert db.norm() > 1e-3
+        expected = {
+            "learned": (a0 + da) @ (b0 + db),
+            "stale": a0 @ b0 + (da @ b0 + a0 @ db) / 2 + da @ db / 4,
+            "full": a0 @ b0 + (da @ b0 + a0 @ db) / 2,
+        }[sync]
+        torch.testing.assert_close(first["W"], expected, rtol=1e-5, atol=1e-6)
+
+
+# ---- factors
+
+
+def factors(comm: Comm) -> dict[str, Any]:
+    strategy = ab(comm, made(cutoff=0.6))
+    steps(strategy, batches(2, 24))
+    weight = strategy.model[3].weight.detach().clone()
+    strategy._enter("ab")
+    layer = strategy.model[3]
+    sigma = torch.linalg.svdvals(weight)
+    return {
+        "factors": (layer.A.detach().clone(), layer.B.detach().clone()), "rank": strategy.ranks["3"],
+        "expected": int((sigma > 0.6 * sigma[0]).sum()), "error": (layer.product() - weight).norm().item() ** 2,
+        "dropped": sigma[layer.rank :].square().sum().item(), "status": strategy.status(),
+    }  # fmt: skip
+
+
+def test_all_ranks_get_the_same_factors_cut_by_the_rule(world: World) -> None:
+    found = world(factors, 3)
+    for one in found:
+        assert one["rank"] == one["expected"]
+        assert one["error"] == pytest.approx(one["dropped"], rel=1e-4), "the best of its rank"
+        assert all(map(torch.equal, one["factors"], found[0]["factors"]))
+        assert one["status"] == {"phase": "ab", "ranks": {"3": [one["rank"], 16]}}
+
+
+def stays_full(comm: Comm) -> tuple[bool, dict[str, Any], bool]:
+    strategy = ab(comm, made(cutoff=0.01))
+    steps(strategy, batches(4, 24))
+    return isinstance(strategy.model[3], nn.Linear), strategy.status(), same_type(strategy)
+
+
+def same_type(strategy: AB) -> bool:
+    return [type(m) for m in strategy.consolidate(factored=True)] == [type(m) for m in small_net()]
+
+
+def test_a_layer_that_would_gain_nothing_stays_full_and_that_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    from thinwire import progress
+
+    progress._said.clear()
+    assert tw.simulate(stays_full, ranks=2) == [(True, {"phase": "ab", "ranks": {"3": [16, 16]}}, True)] * 2
+    assert "thinwire: ab: with cutoff=0.01 no layer's rank is low enough" in capsys.readouterr().err
+
+
+def spread(comm: Comm, model: nn.Module) -> set[str]:
+    """The layers that this rank decomposed."""
+    import thinwire.factoring as module
+
+    strategy = tw.prepare(
+        made(), model=copy.deepcopy(model), optimizer=sgd, loss=nn.functional.cross_entropy, comm=comm
+    )
+    weights = strategy.factoring._weights(strategy.model)
+    owner = module._shared_out(weights, comm.size)
+    return {name for name, rank in owner.items() if rank == comm.rank}
+
+
+def test_decompositions_are_shared_out_over_ranks() -> None:
+    sizes = [6, 60, 60, 20, 20, 20, 20, 60, 60, 3]
+    model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(sizes)))
+    found = tw.simulate(lambda comm: spread(comm, model), ranks=4)
+    assert set.union(*found) == {str(i) for i in range(1, 8)}
+    assert sum(map(len, found)) == 7
+    assert all(found)
+
+
+def with_a_bad_weight(comm: Comm, value: float) -> str:
+    strategy = ab(comm, made())
+    steps(strategy, batches(2, 24))
+    with torch.no_grad():
+        strategy.model[3].weight[0, 0] = value
+    with pytest.raises(RunError) as error:
+        strategy._enter("ab")
+    return str(error.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_named_on_every_rank(world: World, value: float) -> None:
+    for message in world(with_a_bad_weight, 3, value):
+        assert message.startswith("ab: the weight of layer 3 is not finite")
+
+
+def with_a_singular_weight(comm: Comm, rank: int) -> tuple[int, bool]:
+    strategy = ab(comm, made(cutoff=1e-3))
+    strategy.phases = Phases(0, 100, 1, 0)
+    with torch.no_grad():
+        weight = strategy.model[3].weight
+        weight.copy_(weight[:, :rank] @ weight[:rank])
+    strategy._enter("ab")
+    steps(strategy, batches(3, 24))
+    return strategy.model[3].rank, all(p.isfinite().all() for p in strategy.consolidate().parameters())
+
+
+@pytest.mark.parametrize("rank", [0, 1, 5])
+def test_singular_weights_are_factored(rank: int) -> None:
+    assert tw.simulate(lambda comm: with_a_singular_weight(comm, rank), ranks=2) == [(max(1, rank), True)] * 2
+
+
+# ---- who talks to whom
+
+
+def traffic(comm: Comm, group: int) -> dict[str, Any]:
+    """What each step sent, by purpose, group and operation."""
+    strategy = ab(comm, made(group=group))
+    before: dict[Any, int] = {}
+    sent = []
+    for batch in batches(9, 24):
+        steps(strategy, [batch])
+        now = {(row["purpose"], row["link"], row["op"]): row["wire_bytes"] for row in comm.ledger.rows()}
+        sent.append({key: n - before.get(key, 0) for key, n in now.items() if n != before.get(key, 0)})
+        before = now
+    first, last = strategy.ranks["3"], sum(p.numel() for p in strategy.consolidate().parameters())
+    return {"sent": sent, "P": last, "rank": first, "role": strategy.role}
+
+
+@pytest.mark.parametrize(("ranks", "group"), [(4, 2), (2, 1), (6, 3)])
+def test_traffic_follows_its_formulas(world: World, ranks: int, group: int) -> None:
+    for one in world(traffic, ranks, group):
+        sent, full = one["sent"], 4 * one["P"]
+        train = ("train", "world", "all_reduce")
+        for step in (0, 1, 6, 7):  # warm-up and rebound
+            assert sent[step][train] == pytest.approx(all_reduce_bytes(full, ranks), abs=8)
+        inside = [step.get(("train", "group", "all_reduce"), 0) for step in sent]
+        others = full - 4 * 16 * 16
+        for step in (3, 4, 5):
+            rank = round((inside[step] / all_reduce_bytes(1000, group) * 1000 - others) / 64) if group > 1 else 0
+            expected = all_reduce_bytes(others + 4 * 16 * rank, group)
+            assert sent[step] == ({("train", "group", "all_reduce"): inside[step]} if group > 1 else {})
+            assert inside[step] == pytest.approx(expected, abs=8)
+            assert rank < 8
+        assert train not in sent[2]
+        meeting = sent[6]["sync", "world", "all_reduce"]  # A, B and all others, once
+        assert meeting < all_reduce_bytes(full, ranks)
+        assert (meeting - all_reduce_bytes(others, ranks)) % all_reduce_bytes(4 * 2 * 16, ranks) <= 8
+
+
+def statistics(comm: Comm) -> list[tuple[Tensor, Tensor]]:
+    strategy = ab(comm, made(group=2))
+    found = []
+    for batch in batches(10, 24):
+        steps(strategy, [batch])
+        found.append(
+            (
+                strategy.model[1].running_mean.clone(),
+                dict(strategy.model.named_parameters())["0.weight"].detach().clone(),
+            )
+        )
+    return found
+
+
+def test_groups_are_equal_inside_and_apart_from_others_until_they_meet(world: World) -> None:
+    found = world(statistics, 4)
+    for step, ranks in enumerate(zip(*found, strict=True)):
+        means, firsts = zip(*ranks, strict=True)
+        apart = step in (2, 3, 4, 5, 8, 9)
+        assert torch.equal(firsts[0], firsts[1])
+        assert torch.equal(firsts[2], firsts[3])
+        assert torch.equal(firsts[0], firsts[2]) == (not apart), f"after step {step}"
+        assert len({tuple(m.tolist()) for m in means}) == 4, "BatchNorm's statistics are each rank's own"
+
+
+def alone(comm: Comm) -> list[Tensor]:
+    """Statistics of a rank in training: what its own data alone would give."""
+    strategy = ab(comm, made(group=1))
+    data = batches(6, 24)
+    steps(strategy, data[:3])
+    own = strategy.model[1]
+    mine = copy.deepcopy(own)
+    seen: list[Tensor] = []
+    hook = own.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach().clone()))
+    strategy.consolidate()
+    steps(strategy, data[3:])
+    hook.remove()
+    for x in seen:
+        mine(x)
+    return [own.running_mean - mine.running_mean, own.running_var - mine.running_var]
+
+
+def test_batchnorm_statistics_never_cross_groups_while_they_train_apart(world: World) -> None:
+    for differences in world(alone, 2):
+        assert all(not d.any() for d in differences)
+
+
+# ---- what the optimizer remembers
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 0.01, weight_decay=0.1)
+
+
+def in_rebound(comm: Comm, moments: str, optimizer: str) -> tuple[list[bool], dict[str, Tensor]]:
+    spec = f"ab(sync_every=6, warmup=2, rebound=3, climb=1, cutoff=0.7, moments={moments})"
+    strategy = tw.prepare(
+        spec,
+        model=small_net(),
+        optimizer={"sgd": sgd, "adamw": adamw}[optimizer],
+        loss=nn.functional.cross_entropy,
+        comm=comm,
+    )
+    remembers = []
+    for batch in batches(9, 24):
+        steps(strategy, [batch])
+        state = strategy.learner.optimizer.state
+        remembers.append(any(s.get("step", 2) != 1 for s in state.values()))
+    assert strategy.phase == "rebound"
+    return remembers, weights(strategy.model)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("moments", ["rotate", "slice", "reset"])
+def test_ranks_stay_equal_in_the_rebound_whatever_is_remembered(world: World, moments: str, optimizer: str) -> None:
+    found = world(in_rebound, 4, moments, optimizer)
+    parameters = [name for name, _ in small_net().named_parameters()]
+    for _, one in found:
+        assert all(torch.equal(one[name], found[0][1][name]) for name in parameters)
+    if optimizer == "adamw":
+        assert found[0][0][6] == (moments != "reset"), "the first step of the rebound"
+
+
+def remembered(comm: Comm, moments: str) -> dict[str, Any]:
+    spec = f"ab(sync_every=6, warmup=2, rebound=2, cutoff=0.7, moments={moments})"
+    strategy = ab(comm, spec)
+
+    def state(name: str) -> Tensor | None:
+        kept = strategy.learner.optimizer.state.get(dict(strategy.model.named_parameters())[name], {})
+        buffer = kept.get("momentum_buffer")
+        return None if buffer is None else buffer.clone()
+
+    data = batches(8, 24)
+    steps(strategy, data[:2])
+    found = {"W": state("3.weight"), "bias": state("3.bias"), "other": state("0.weight")}
+    strategy._enter("ab")
+    layer = strategy.model[3]
+    found |= {
+        "up": state("3.up.weight"),
+        "down": state("3.down.weight"),
+        "factors": (layer.up.weight.detach().clone(), layer.down.weight.detach().clone()),
+    }
+    found |= {"bias then": state("3.up.bias"), "other then": state("0.weight"), "role": strategy.role}
+    steps(strategy, data[2:6])
+    found["trained"] = state("3.up.weight" if strategy.role == "A" else "3.down.weight")
+    strategy._enter("rebound")
+    found |= {"W again": state("3.weight"), "bias again": state("3.bias"), "other again": state("0.weight")}
+    steps(strategy, data[6:8])
+    strategy._enter("ab")
+    found["again"] = state("3.up.weight" if strategy.role == "A" else "3.down.weight")
+    return found
+
+
+def test_rotate_gives_factors_the_moments_that_their_gradients_would_have_left() -> None:
+    for one in tw.simulate(lambda comm: remembered(comm, "rotate"), ranks=2):
+        up, down = one["factors"]
+        if one["role"] == "A":
+            torch.testing.assert_close(one["up"], one["W"] @ down.T)
+        else:
+            torch.testing.assert_close(one["down"], up.T @ one["W"])
+
+
+def test_slice_gives_factors_their_own_moments_again_cut_to_the_rank() -> None:
+    for one in tw.simulate(lambda comm: remembered(comm, "slice"), ranks=2):
+        assert one["up"] is None, "there was no earlier phase"
+        assert one["down"] is None
+        old, new = one["trained"], one["again"]
+        rank = min(old.shape[one["role"] == "A"], new.shape[one["role"] == "A"])
+        where = (slice(None), slice(rank)) if one["role"] == "A" else (slice(rank),)
+        assert torch.equal(new[where], old[where])
+        assert old[where].any()
+        assert new.sum() == new[where].sum()
+
+
+@pytest.mark.parametrize("moments", ["rotate", "slice"])
+def test_full_rank_phases_go_on_from_where_the_last_one_ended(moments: str) -> None:
+    for one in tw.simulate(lambda comm: remembered(comm, moments), ranks=2):
+        for name in ("W", "bias", "other"):
+            assert torch.equal(one[f"{name} again"], one[name])
+        for name in ("bias", "other"):
+            assert torch.equal(one[f"{name} then"], one[name])
+
+
+def test_reset_forgets_everything_at_each_change() -> None:
+    for one in tw.simulate(lambda comm: remembered(comm, "reset"), ranks=2):
+        assert all(one[name] is None for name in ("up", "down", "bias then", "other then", "W again", "again"))
+
+
+# ---- results and states
+
+
+def at_every_step(comm: Comm, spec: str) -> list[tuple[int, str]]:
+    """Save before each of 14 steps; go on from each save to the end; which of them end elsewhere."""
+    data = batches(14, 24)
+    straight = ab(comm, spec)
+    saved = []
+    for batch in data:
+        saved.append((straight.phase, copy.deepcopy(straight.state_dict())))
+        steps(straight, [batch])
+    end = weights(straight.consolidate()), weights(straight.model)
+    wrong = []
+    for i, (phase, state) in enumerate(saved):
+        after = ab(comm, spec, seed=3)
+        after.load_state_dict(state)
+        steps(after, data[i:])
+        if not (same(weights(after.consolidate()), end[0]) and same(weights(after.model), end[1])):
+            wrong.append((i, phase))
+    assert {phase for phase, _ in saved} == {"warmup", "ab", "rebound"}
+    return wrong
+
+
+@pytest.mark.parametrize("moments", ["rotate", "slice", "reset"])
+@pytest.mark.parametrize("sync", ["learned", "stale", "full"])
+def test_resume_in_every_phase_is_bit_exact(world: World, sync: str, moments: str) -> None:
+    spec = f"ab(sync_every=6, warmup=2, rebound=2, climb=3, cutoff=0.7, sync={sync}, moments={moments})"
+    assert world(at_every_step, 4, spec) == [[]] * 4
+
+
+def reloaded(comm: Comm) -> str:
+    """A trainer in one phase takes on the state of another."""
+    strategy = ab(comm, made())
+    state = copy.deepcopy(strategy.state_dict())
+    steps(strategy, batches(4, 24))
+    assert strategy.phase == "ab"
+    thin = copy.deepcopy(strategy.state_dict())
+    strategy.load_state_dict(state)
+    assert isinstance(strategy.model[3], nn.Linear)
+    strategy.load_state_dict(thin)
+    assert isinstance(strategy.model[3], Factored)
+    with pytest.raises(RunError) as error:
+        ab(comm, made()).load_state_dict({**thin, "role": "AB"})
+    return str(error.value)
+
+
+def test_states_of_any_phase_can_be_taken_on_and_those_of_other_groups_are_refused() -> None:
+    for message in tw.simulate(reloaded, ranks=2):
+        assert "use the same" in message
+
+
+def small_and_whole(comm: Comm, at_step: int) -> dict[str, Any]:
+    strategy = ab(comm, made(cutoff=0.6))
+    steps(strategy, batches(at_step, 24))
+    whole, small = strategy.consolidate().eval(), strategy.consolidate(factored=True).eval()
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
+    return {
+        "kinds": [type(m) for m in small.modules()], "whole": [str(m) for m in whole], "out": (whole(x), small(x)),
+        "sizes": [sum(p.numel() for p in model.parameters()) for model in (whole, small)],
+        "trainable": all(p.requires_grad for p in small.parameters()), "state": weights(small),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("at_step", [1, 4, 7])
+def test_consolidate_gives_the_ordinary_model_or_the_small_one(world: World, at_step: int) -> None:
+    found = world(small_and_whole, 2, at_step)
+    for one in found:
+        assert one["whole"] == [str(m) for m in small_net()]
+        assert all(kind.__module__.startswith("torch.nn") for kind in one["kinds"])
+        assert one["kinds"].count(nn.Sequential) == 2
+        assert one["sizes"][1] < one["sizes"][0]
+        assert one["trainable"]
+        assert same(one["state"], found[0]["state"])
+        if at_step == 4:  # while groups train apart, the two are the same function
+            torch.testing.assert_close(*one["out"], rtol=1e-4, atol=1e-5)
+
+
+def exchanges(comm: Comm) -> tuple[int, int]:
+    """How many of the exchanges that were replaced are still alive."""
+    strategy = ab(comm, "ab(sync_every=3, warmup=1, rebound=1, cutoff=0.7)")
+    gc.disable()
+    try:
+        seen = []
+        for batch in batches(9, 8):
+            if not seen or seen[-1]() is not strategy.exchange:
+                seen += [weakref.ref(strategy.exchange.forward), weakref.ref(strategy.exchange)]
+            steps(strategy, [batch])
+        alive = sum(ref() is not None for ref in seen if ref() not in (strategy.exchange, strategy.exchange.forward))
+        assert isinstance(strategy.exchange, Overlapped)
+        return alive, len(seen)
+    finally:
+        gc.enable()
+
+
+def test_an_exchange_that_is_replaced_is_gone_at_once(process_world: ProcessWorlds) -> None:
+    for alive, seen in process_world.run(exchanges, 2):
+        assert alive == 0
+        assert seen >= 10
+
+
+# ---- models of other kinds
+
+
+class Mixed(nn.Module):
+    """Convolutions, torch's attention and a layer whose weight is read, not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1)
+        )
+        self.encoder = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+        self.read = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = self.conv(x.view(-1, 1, 2, 3)).flatten(2).transpose(1, 2)
+        return self.head(nn.functional.linear(self.encoder(places).mean(1), self.read.weight, self.read.bias))
+
+
+def mixed(comm: Comm) -> tuple[dict[str, Any], list[float], dict[str, Tensor], list[str]]:
+    torch.manual_seed(0)
+    strategy = tw.prepare(
+        "ab(sync_every=5, warmup=2, rebound=1, climb=1, cutoff=0.7)", model=copy.deepcopy(MIXED), optimizer=adamw,
+        loss=nn.functional.cross_entropy, comm=comm,
+    )  # fmt: skip
+    losses = steps(strategy, batches(1, 32) * 14)
+    assert strategy.phase == "ab"
+    whole, small = strategy.consolidate().eval(), strategy.consolidate(factored=True).eval()
+    x = batches(1, 32)[0][0]
+    with torch.no_grad():
+        torch.testing.assert_close(whole(x), small(x), rtol=1e-4, atol=1e-5)
+    return strategy.status(), losses, weights(whole), [type(m).__module__ for m in small.modules()]
+
+
+MIXED = Mixed()
+
+
+def test_convolutions_and_attention_are_factored_too(world: World) -> None:
+    found = world(mixed, 2)
+    for status, losses, whole, modules in found:
+        names = [
+            "conv.3",
+            "encoder.self_attn.in_proj",
+            "encoder.self_attn.out_proj",
+            "encoder.linear1",
+            "encoder.linear2",
+            "read",
+        ]
+        assert list(status["ranks"]) == names
+        assert all(rank < largest for rank, largest in status["ranks"].values())
+        assert losses[-1] < losses[0]
+        assert list(whole) == list(MIXED.state_dict())
+        assert same(whole, found[0][2])
+        assert not any(module.startswith("thinwire") for module in modules)
+
+
+@pytest.mark.parametrize(("ranks", "group"), [(1, 1), (1, 4), (2, 2)])
+def test_one_group_trains_both_factors(ranks: int, group: int, capsys: pytest.CaptureFixture[str]) -> None:
+    def train(comm: Comm) -> tuple[str, list[bool], bool]:
+        strategy = ab(comm, made(cutoff=0.6, group=group))
+        losses = steps(strategy, batches(1, 48) * 3)
+        before = strategy.model[3].A.detach().clone(), strategy.model[3].B.detach().clone()
+        losses += steps(strategy, batches(1, 48) * 3)
+        moved = [
+            not torch.equal(old, new)
+            for old, new in zip(before, (strategy.model[3].A, strategy.model[3].B), strict=True)
+        ]
+        return strategy.role, moved, losses[-1] < losses[0]
+
+    for found in tw.simulate(train, ranks=ranks):
+        assert found == ("AB", [True, True], True)
+    assert "ab: all ranks are one group, which trains both factors" in capsys.readouterr().err
+
+
+def roles(comm: Comm, spec: str) -> tuple[str, int]:
+    strategy = ab(comm, spec)
+    return strategy.role, strategy.group.size
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nodes", "spec", "expected"),
+    [
+        (4, 1, "ab(sync_every=9)", [("A", 2)] * 2 + [("B", 2)] * 2),
+        (5, 1, "ab(sync_every=9)", [("A", 2)] * 2 + [("B", 3)] * 3),
+        (6, 3, "ab(sync_every=9)", [("A", 2)] * 2 + [("B", 2)] * 2 + [("A", 2)] * 2),
+        (6, 3, "ab(sync_every=9, group_size=1)", [("A", 1), ("B", 1)] * 3),
+        (8, 1, "ab(sync_every=9, group_size=4)", [("A", 4)] * 4 + [("B", 4)] * 4),
+    ],
+)
+def test_groups_are_nodes_halves_or_of_a_given_size(ranks: int, nodes: int, spec: str, expected: list[Any]) -> None:
+    assert tw.simulate(lambda comm: roles(comm, spec), ranks=ranks, nodes=nodes) == expected
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "message"),
+    [
+        ("ab(group_size=3)", {}, "ab: group_size=3 does not divide 4 ranks; try 1 or 2, or leave it out"),
+        ("ab(cutoff=0)", {}, "cutoff=0 is not possible: should be greater than 0"),
+        ("ab(cutoff=1)", {}, "cutoff=1 is not possible: should be less than 1"),
+        ("ab(cutoff=nan)", {}, "cutoff"),
+        ("ab(sync=mean)", {}, "sync='mean' is not possible: should be 'learned', 'stale' or 'full'"),
+        ("ab", {"epochs": None}, "ab has phases, so it must know how long the run is: prepare"),
+        ("ab(unit=epochs, sync_every=1)", {"epochs": None}, "must know how long the run is"),
+        (
+            "ab(sync_every=5, rebound=5)",
+            {},
+            "ab: a rebound of 5 steps leaves nothing of the 5 between two meetings; try rebound=1",
+        ),
+        ("ab(rebound=0)", {}, "rebound=0 is not possible: should be greater than 0"),
+        ("ab(sync_every=0)", {}, "sync_every=0 is not possible"),
+        ("ab(moments=keep)", {}, "moments='keep' is not possible: should be 'rotate', 'slice' or 'reset'"),
+    ],
+)
+def test_wrong_settings_are_refused_in_words(spec: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        tw.simulate(lambda comm: trainer(comm, spec, **options), ranks=4)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (
+            "ab(warmup=40)",
+            "ab: the warm-up of 40 steps is not shorter than the run of 40 (8 epochs of 5); try ab(warmup=8)",
+        ),
+        ("ab(unit=epochs, warmup=9)", "the warm-up of 45 steps is not shorter than the run of 40"),
+        ("ab(unit=epochs, sync_every=0.5, rebound=0.5)", "leaves nothing"),
+        ("ab(sync_every=5, warmup=50)", "the warm-up of 50 steps is not shorter than the run of 40"),
+    ],
+)
+def test_phases_longer_than_the_run_are_refused_before_it_begins(spec: str, message: str) -> None:
+    def begin(comm: Comm) -> None:
+        trainer(comm, spec).begin_epoch(5)
+
+    with pytest.raises(UsageError) as error:
+        tw.simulate(begin, ranks=2)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "model", [nn.Linear(6, 3), nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 3)), nn.BatchNorm1d(6)]
+)
+def test_a_model_without_a_layer_to_factor_is_refused(model: nn.Module) -> None:
+    with tw.join() as comm, pytest.raises(UsageError, match="ab: no layer of this model can be factored"):
+        tw.prepare("ab(sync_every=9)", model=model, optimizer=sgd, loss=nn.functional.cross_entropy, comm=comm)
