@@ -32,6 +32,7 @@ NO_TORCH = {
     "results",
     "report/page",
     "report/figures",
+    "report/ranks",
     "network",
     "display",
     "netlab/lab",

@@ -119,6 +119,38 @@ def test_parameters_exchanged_beside_a_gpu_are_those_of_a_cpu(process_world: Pro
         torch.testing.assert_close(results[0][name], expected, rtol=coarse, atol=coarse)
 
 
+def factored(comm: Comm, spec: str, device: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    """Train, stop in mid-phase and go on in a new trainer; with the state dict through the CPU, as files take it."""
+    strategies = [
+        tw.prepare(
+            spec, model=copy.deepcopy(NET).to(device), optimizer=sgd, loss=nn.functional.cross_entropy, comm=comm
+        )
+        for _ in range(2)
+    ]
+    data = batches(20, 24)
+    steps(strategies[0], data[:9])
+    strategies[1].load_state_dict(copy.deepcopy(strategies[0].state_dict()))
+    for strategy in strategies:
+        steps(strategy, data[9:])
+    ends = [{name: t.cpu() for name, t in weights(s.consolidate()).items()} for s in strategies]
+    small = strategies[0].consolidate(factored=True)
+    assert next(small.parameters()).device.type == device
+    return ends[0], ends[1], strategies[0].status()
+
+
+@pytest.mark.parametrize("options", ["sync=learned", "sync=full, moments=rotate", "sync=stale, moments=slice"])
+def test_factors_trained_on_a_gpu_are_those_of_a_cpu(process_world: ProcessWorlds, options: str) -> None:
+    spec = f"ab(sync_every=6, warmup=4, rebound=2, climb=2, cutoff=0.6, {options})"
+    on_gpu, on_cpu = process_world.run(factored, 4, spec, "cuda"), on_threads(factored, 4, spec, "cpu")
+    for straight, resumed, status in on_gpu:
+        assert same(straight, resumed)
+        assert same(straight, on_gpu[0][0])
+        assert status == on_cpu[0][2]
+        assert status["ranks"]["2"][0] < 32
+        for name, value in on_cpu[0][0].items():
+            torch.testing.assert_close(straight[name], value, rtol=1e-3, atol=1e-4)
+
+
 def test_nccl_gives_cpu_tensors_back_whole() -> None:
     """A world of one on nccl: results of CPU tensors are copied off the GPU before anybody reads them."""
     with tw.join(backend="nccl", device="cuda:0") as comm:

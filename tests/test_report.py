@@ -19,7 +19,8 @@ from thinwire.config import RunConfig
 from thinwire.records import RunFolder
 from thinwire.report import page, write_report
 from thinwire.report.figures import Point, pareto
-from thinwire.report.marks import short
+from thinwire.report.marks import Figure, short
+from thinwire.report.ranks import ranks
 from thinwire.report.timeline import timeline, without
 from thinwire.results import Entry, Record, Results, read_results, run_place
 
@@ -29,6 +30,7 @@ FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
+LOW = "ab(cutoff=0.3)"
 NASTY = "digits</script><script>alert(1)</script>&<!--"
 
 # What a strategy does to a run: epochs until it has learnt most, where it ends, share of the bytes, seconds an epoch.
@@ -41,8 +43,11 @@ BEHAVIOUR = {
 }
 
 
-def write_run(run: RunFolder, spec: str, seed: int, *, epochs: int = 12, timeline: bool = True, **more: Any) -> None:
-    """The files of a run that looks like training; `more` goes into its summary."""
+def write_run(
+    run: RunFolder, spec: str, seed: int, *, epochs: int = 12, timeline: bool = True, layers: tuple[str, ...] = ("1",),
+    **more: Any,
+) -> None:  # fmt: skip
+    """The files of a run that looks like training; `layers` are those that "ab" factors, `more` is for its summary."""
     patience, ceiling, share, pace = BEHAVIOUR.get(spec, (3.0, 96.0, 0.5, 5.0))
     chance, metric, ranks = random.Random(f"{spec}{seed}"), more.get("metric", "accuracy"), more.get("ranks", 4)
     run.path.mkdir(parents=True, exist_ok=True)
@@ -55,6 +60,8 @@ def write_run(run: RunFolder, spec: str, seed: int, *, epochs: int = 12, timelin
             "train_loss": 2 / epoch, "test_loss": 3 * (1 - accuracy / 100), "samples_per_second": 5000 / pace,
             "wire_bytes": round(sent * epoch), "waiting_seconds": 0.4 * epoch,
         }  # fmt: skip
+        if spec.startswith("ab"):
+            row |= rank_status(epoch, layers)
         metrics.append(row | ({"test_accuracy": accuracy} if metric == "accuracy" else {}))
     values = [row[f"test_{metric}"] for row in metrics]
     ledger = write_ledger(sent, epochs, ranks)
@@ -75,6 +82,12 @@ def write_run(run: RunFolder, spec: str, seed: int, *, epochs: int = 12, timelin
     run.append(run.ledger, ledger)
     run.append(run.timeline, write_timeline(share, ranks) if timeline else [])
     run.save_summary(summary | more)
+
+
+def rank_status(epoch: int, layers: tuple[str, ...]) -> dict[str, Any]:
+    """What "ab" adds to an epoch's row: two epochs at full rank, then less and less, and less in later layers."""
+    found = {name: [max(1, 256 // (1 if epoch < 3 else epoch + i)), 256] for i, name in enumerate(layers)}
+    return {"phase": "warmup" if epoch < 3 else "ab", "ranks": found}
 
 
 def write_ledger(sent: float, epochs: int, ranks: int) -> list[dict[str, Any]]:
@@ -338,6 +351,120 @@ def test_computing_is_the_step_without_waiting(tmp_path: Path) -> None:
     assert len(wire["x"]) == 8 * 4 * 3
 
 
+def rank_map(*rows: dict[str, Any], seed: int = 0) -> Figure | None:
+    """The figure of one run with these rows of metrics."""
+    return ranks(0, Entry(LOW, [Record(seed, Path("run"), {}, list(rows), [], [])]))
+
+
+def test_ranks_are_shares_of_the_largest_from_the_first_layer_down() -> None:
+    figure = rank_map(
+        {"epoch": 1, "phase": "warmup", "ranks": {"z": [8, 8], "a": [256, 256]}},
+        {"epoch": 2, "phase": "ab", "ranks": {"z": [8, 8], "a": [24, 256]}},
+        {"epoch": 3, "ranks": {"z": [2, 8], "a": [16, 256]}},
+        seed=4,
+    )
+    assert figure is not None
+    (heatmap,) = figure.data
+    assert heatmap["z"] == [[100, 100, 25], [100, 9.375, 6.25]]
+    assert heatmap["x"] == [1, 2, 3]
+    assert (heatmap["zmin"], heatmap["zmax"]) == (0, 100)
+    axis = figure.layout["yaxis"]
+    assert dict(zip(axis["ticktext"], axis["tickvals"], strict=True)) == {"z": heatmap["y"][0], "a": heatmap["y"][1]}
+    assert axis["range"] == [1.5, -0.5], "the first is on top"
+    assert heatmap["text"][1][1] == "layer a, epoch 2: rank 24 of 256 (9 %), phase ab"
+    assert heatmap["text"][1][2] == "layer a, epoch 3: rank 16 of 256 (6 %)"
+    assert figure.reading == "After epoch 3 of seed 4, every layer had less than full rank."
+
+
+def test_ranks_that_stay_full_are_drawn_too() -> None:
+    figure = rank_map({"epoch": 1, "ranks": {"1": [8, 8], "2": [8, 8]}})
+    assert figure is not None
+    assert figure.data[0]["z"] == [[100], [100]]
+    assert "no layer had less than full rank" in figure.reading
+    figure = rank_map({"epoch": 1, "ranks": {"1": [7, 8], "2": [8, 8]}})
+    assert figure is not None
+    assert "1 of 2 layers had less than full rank" in figure.reading
+
+
+def test_ranks_that_are_none_are_left_out() -> None:
+    garbage = [None, 3, "8", [], [4], [1, 2, 3], [math.nan, 8], [4, math.inf], ["4", 8], [True, 8], [0, 0], [-1, 8],
+               [9, 8], [4, 10**400]]  # fmt: skip
+    good = {"epoch": 2, "phase": math.nan, "ranks": {"a": [4, 8]}}
+    rows = [{"epoch": 1, "ranks": {"a": value}} for value in garbage]
+    rows += [{"epoch": 1}, *({"epoch": 1, "ranks": value} for value in (None, [], "x", math.nan, {}))]
+    rows += [{"ranks": {"a": [4, 8]}}, *({"epoch": e, "ranks": {"a": [4, 8]}} for e in (None, math.nan, "1", 0, 1e400))]
+    assert rank_map(*rows) is None
+    figure = rank_map(*rows, good, {"epoch": 3, "ranks": {"a": [9, 8], "b": [1, 8]}})
+    assert figure is not None
+    assert figure.data[0]["z"] == [[50, None], [None, 12.5]]
+    assert figure.data[0]["text"] == [["layer a, epoch 2: rank 4 of 8 (50 %)", ""],
+                                      ["", "layer b, epoch 3: rank 1 of 8 (12 %)"]]  # fmt: skip
+    json.dumps(figure.data, allow_nan=False)
+
+
+def test_epochs_without_ranks_leave_a_hole_of_their_width() -> None:
+    figure = rank_map(*({"epoch": epoch, "ranks": {"a": [4, 8]}} for epoch in (2, 3, 10**8, 7)))
+    assert figure is not None
+    assert figure.data[0]["x"] == [2, 3, 4, 6, 7, 8, 10**8 - 1, 10**8]
+    assert figure.data[0]["z"] == [[50, 50, None, None, 50, None, None, 50]]
+
+
+def test_ranks_are_of_the_first_finished_seed_that_has_some(tmp_path: Path) -> None:
+    row = {"epoch": 1, "ranks": {"a": [4, 8]}}
+    records = [Record(0, tmp_path, None, [row], [], []), Record(1, tmp_path, {}, [{"epoch": 1}], [], []),
+               Record(2, tmp_path, {}, [row], [], []), Record(3, tmp_path, {}, [row], [], [])]  # fmt: skip
+    figure = ranks(6, Entry(LOW, records))
+    assert figure is not None
+    assert figure.name == "ranks-7"
+    assert "seed 2" in figure.reading
+    assert ranks(6, Entry(LOW, records[:2])) is None
+
+
+@pytest.mark.parametrize(("layers", "low", "high"), [(1, 100, 150), (5, 200, 300), (52, 800, 900), (400, 800, 900)])
+def test_many_layers_are_readable_and_one_is_not_huge(layers: int, low: int, high: int) -> None:
+    figure = rank_map({"epoch": 1, "ranks": {f"layer{i}.conv": [4, 8] for i in range(layers)}})
+    assert figure is not None
+    assert low <= figure.layout["height"] <= high
+    axis = figure.layout["yaxis"]
+    assert len(axis["tickvals"]) == len(axis["ticktext"])
+    assert axis["ticktext"][1:2] == ([] if layers == 1 else [f"layer{axis['tickvals'][1]}.conv"])
+    assert len(axis["tickvals"]) == (layers if layers < 60 else 67), "names do not overlap"
+
+
+def test_long_layer_names_still_differ() -> None:
+    names = [f"encoder.layers.layer_{i}.{x}" for i in range(12) for x in ("self_attention.out_projection", "mlp.0")]
+    figure = rank_map({"epoch": 1, "ranks": {name: [4, 8] for name in names}})
+    assert figure is not None
+    labels = figure.layout["yaxis"]["ticktext"]
+    assert labels[1] == "…layer_0.mlp.0"
+    assert len(set(labels)) == 24
+    assert max(map(len, labels)) <= 36
+    assert names[0] in figure.data[0]["text"][0][0]
+
+
+def test_a_section_of_ranks_only_where_there_are_some(tmp_path: Path) -> None:
+    assert "Rank of each layer" not in page(compare(tmp_path / "none", [DENSE, SPARSE], (0,)))
+    html = page(compare(tmp_path / "one", [DENSE, LOW], (0,), layers=("1", "3")))
+    assert "Rank of each layer Each row is a layer" in text(html)
+    assert {name for name in drawn(html) if name.startswith("ranks")} == {"ranks-2"}
+    html = page(compare(tmp_path / "two", [LOW, DENSE, "ab(cutoff=0.5)"], (0,)))
+    section = html[html.index("<h2>Rank") : html.index("<h2>Timeline")]
+    assert re.findall(r"<details( open)?>.*?id=\"(.*?)\"", section) == [(" open", "ranks-1"), ("", "ranks-3")]
+    assert "2ab" not in text(f"<body>{section}")
+    assert "3ab(cutoff=0.5)" in text(f"<body>{section}")
+
+
+def test_names_of_layers_stay_text(tmp_path: Path) -> None:
+    name = "</script><b>"
+    html = page(compare(tmp_path, [LOW], (0,), layers=(name, "&lt;")))
+    assert name not in html
+    assert "<" not in json_text(html)
+    assert html.count("</script>") == 3
+    figure = drawn(html)["ranks-1"]
+    assert figure["layout"]["yaxis"]["ticktext"] == ["&lt;/script&gt;&lt;b&gt;", "&amp;lt;"]
+    assert figure["data"][0]["text"][0][0].startswith("layer &lt;/script&gt;&lt;b&gt;, epoch 1: rank 256 of 256")
+
+
 def test_long_names_keep_both_ends() -> None:
     assert short(DENSE) == DENSE
     assert short(SPARSE, 30) == "data_parallel(r…(ratio=0.01)))"
@@ -353,7 +480,7 @@ SETTLED = """() => [...document.querySelectorAll(".plot")].every(plot => {
 })"""
 DRAWN = """() => [...document.querySelectorAll(".plot")].map(plot => {
   const box = plot.getBoundingClientRect();
-  const marks = [...plot.querySelectorAll(".trace path, .trace .point, .barlayer path")];
+  const marks = [...plot.querySelectorAll(".trace path, .trace .point, .barlayer path, .heatmaplayer image")];
   const big = marks.filter(mark => { const b = mark.getBoundingClientRect(); return b.width + b.height > 2; });
   const texts = [...plot.querySelectorAll("svg text")].filter(text => text.textContent.trim());
   return {id: plot.id, width: box.width, height: box.height, marks: big.length,
@@ -434,6 +561,14 @@ def check_look(view: Any, name: str, light: bool, figures: int | None) -> None:
 def test_in_a_browser(tmp_path: Path) -> None:
     results = compare(tmp_path, [*BEHAVIOUR], (0, 1), target=96.0, unfinished=(run_place(3, "local_sgd(period=8)", 1),))
     check_in_browser(write_report(results), figures=5 + len(BEHAVIOUR))
+
+
+@pytest.mark.parametrize(
+    ("layers", "epochs"), [(("</script><b>",), 1), (tuple(f"features.{i}.{'x' * i}" for i in range(70)), 90)]
+)
+def test_ranks_in_a_browser(tmp_path: Path, layers: tuple[str, ...], epochs: int) -> None:
+    results = compare(tmp_path, [DENSE, LOW, "ab(cutoff=0.5)"], (0,), layers=layers, epochs=epochs)
+    check_in_browser(write_report(results), figures=5 + 2 + 3)
 
 
 def test_little_in_a_browser(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ TABLE: dict[str, dict[str, str]] = {
         "mlp": "thinwire.tasks.models.mlp:mlp",
         "cnn": "thinwire.tasks.models.cnn:cnn",
         "vgg16": "thinwire.tasks.models.vgg:vgg16",
+        "vgg8": "thinwire.tasks.models.vgg:vgg8",
         "resnet18": "thinwire.tasks.models.resnet:resnet18",
         "resnet32": "thinwire.tasks.models.resnet:resnet32",
         "resnet50": "thinwire.tasks.models.resnet:resnet50",

@@ -694,6 +694,11 @@ def test_groups_are_nodes_halves_or_of_a_given_size(ranks: int, nodes: int, spec
             {},
             "ab: a rebound of 5 steps leaves nothing of the 5 between two meetings; try rebound=1",
         ),
+        (
+            "ab(sync_every=8, warmup=0.6)",
+            {},
+            "ab: warmup=0.6 steps; give a whole number, or ab(warmup=0.6, unit=epochs)",
+        ),
         ("ab(rebound=0)", {}, "rebound=0 is not possible: should be greater than 0"),
         ("ab(sync_every=0)", {}, "sync_every=0 is not possible"),
         ("ab(moments=keep)", {}, "moments='keep' is not possible: should be 'rotate', 'slice' or 'reset'"),

@@ -10,7 +10,10 @@ from thinwire import registry
 from thinwire.errors import UsageError
 
 IMAGE_MODELS = sorted(set(registry.TABLE["models"]) - {"gpt"})
-PUBLISHED = {"resnet18": 11_173_962, "resnet32": 466_906, "resnet50": 23_520_842, "vgg16": 14_724_042}
+PUBLISHED = {
+    "resnet18": 11_173_962, "resnet32": 466_906, "resnet50": 23_520_842, "vgg16": 14_724_042,
+    "vgg16(classifier=4096, places=7)": 134_305_738,
+}  # fmt: skip
 
 
 def build(spec: str, shape: tuple[int, ...] = (3, 32, 32), classes: int = 10) -> nn.Module:
@@ -30,7 +33,8 @@ def test_sizes_are_the_usual_ones(name: str, parameters: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "steps"), [("mlp", 40), ("cnn", 20), ("vit(depth=2, width=32, heads=2)", 40), ("resnet32", 8)]
+    ("name", "steps"),
+    [("mlp", 40), ("cnn", 20), ("vgg8(width=8)", 40), ("vit(depth=2, width=32, heads=2)", 40), ("resnet32", 8)],
 )
 def test_models_learn_a_handful_of_images(name: str, steps: int) -> None:
     model = build(name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from html import escape
-from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from thinwire.report.axes import linear_ticks
@@ -15,7 +14,7 @@ from thinwire.results import Entry, Record
 SCALE = [[0.0, "#b9d7f4"], [0.25, "#86b5e6"], [0.5, "#5590d0"], [0.75, "#2f6db1"], [1.0, "#1b4a82"]]
 LEAST_ROW, MOST_ROW, LABEL = 15, 30, 12  # pixels of a layer and of its name
 USUAL_HEIGHT, MOST_HEIGHT = 420, 800  # pixels of all layers: where rows begin to shrink, and where they have to
-MOST_FRAMED = 80  # rows or columns that are set apart by a line
+MOST_FRAMED = 60  # rows or columns that are set apart by a line
 LEAST_NAME, MOST_NAME = 24, 36  # letters of a layer's name: as few as tell all apart, and room left on a phone
 
 
@@ -47,8 +46,8 @@ def ranks(i: int, entry: Entry) -> Figure | None:
     look = {"showgrid": False, "zeroline": False, "automargin": True}
     xaxis = look | {"title": {"text": "epoch"}, "tickvals": ticks, "range": [epochs[0] - 0.5, epochs[-1] + 0.5]}
     yaxis = look | _layer_axis(layers, height)
-    layout = layout_of(height + 104, xaxis=xaxis, yaxis=yaxis, minreducedheight=10)
-    layout["margin"] |= {"t": 56}
+    layout = layout_of(height + 92, xaxis=xaxis, yaxis=yaxis, minreducedheight=10)
+    layout["margin"] |= {"t": 44}
     data = [_map(history, layers, epochs)]
     return Figure(f"ranks-{i + 1}", f"Rank of each layer, {entry.spec}", _rank_words(record, history), data, layout)
 
@@ -105,13 +104,11 @@ def _cell_words(layer: str, epoch: int, cell: Cell) -> str:
 
 def _colour_bar() -> dict[str, Any]:
     """Lying above the layers: beside one or two there is no room for it."""
-    place = {"orientation": "h", "xref": "container", "x": 0, "xanchor": "left", "xpad": 12}
-    place |= {"yref": "container", "y": 1, "yanchor": "top", "ypad": 0}
-    extent = {"lenmode": "pixels", "len": 150, "thickness": 9, "outlinewidth": 0}
-    ticks = {"tickvals": [0, 50, 100], "ticktext": ["0 %", "50 %", "100 %"], "tickfont": {"size": 11}}
-    return (
-        place | extent | ticks | {"title": {"text": "share of the largest rank", "side": "top", "font": {"size": 11}}}
-    )
+    place = {"orientation": "h", "xref": "container", "x": 0, "xanchor": "left", "xpad": 30}
+    place |= {"yref": "container", "y": 1, "yanchor": "top", "ypad": 4}
+    extent = {"lenmode": "pixels", "len": 260, "thickness": 9, "outlinewidth": 0}
+    ticks = {"tickvals": [0, 50, 100], "ticktext": ["rank 0 %", "50 %", "100 % of the largest"], "tickangle": 0}
+    return place | extent | ticks | {"ticklabeloverflow": "allow"}
 
 
 def _layer_axis(layers: list[str], height: int) -> dict[str, Any]:
@@ -124,16 +121,17 @@ def _layer_axis(layers: list[str], height: int) -> dict[str, Any]:
 
 
 def _short_names(layers: list[str]) -> list[str]:
-    """Long names without the folders that all are in, and without their middle."""
-    if max(map(len, layers)) > LEAST_NAME and len(layers) > 1:
-        common = commonprefix(layers).rfind(".") + 1
-        layers = [f"…{layer[common:]}" for layer in layers] if common else layers
-    fits = (
-        names
-        for most in range(LEAST_NAME, MOST_NAME)
-        if len(set(names := [short(x, most) for x in layers])) == len(layers)
-    )
-    return next(fits, [short(x, MOST_NAME) for x in layers])
+    """Long names without the modules that all of them are in, and without their middle.
+
+    >>> _short_names(["encoder.layers.0.self_attention", "encoder.layers.1.self_attention"])
+    ['…0.self_attention', '…1.self_attention']
+    """
+    names = layers
+    while max(map(len, layers)) > LEAST_NAME and len({name.partition(".")[:2] for name in names}) == 1 < len(layers):
+        names = [name.partition(".")[2] for name in names]
+    names = [f"…{name}" for name in names] if names != layers else layers
+    tries = ([short(name, most) for name in names] for most in range(LEAST_NAME, MOST_NAME + 1))
+    return next((found for found in tries if len(set(found)) == len(found)), [short(name, MOST_NAME) for name in names])
 
 
 def _rank_words(record: Record, history: History) -> str:

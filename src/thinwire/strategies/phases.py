@@ -68,6 +68,13 @@ class Lengths(NamedTuple):
         Phases(warmup=300, every=200, rebound=16, climb=70)
         """
 
+        if self.unit == "steps":
+            for name, length in zip(("sync_every", "warmup", "rebound", "climb"), self[:4], strict=True):
+                if length is not None and length != round(length):
+                    raise UsageError(
+                        f"ab: {name}={length} steps; give a whole number, or ab({name}={length}, unit=epochs)"
+                    )
+
         def steps(length: float | None, default: float, least: int) -> int:
             scale = epoch_steps if self.unit == "epochs" else 1
             return max(least, round(default if length is None else length * scale))
