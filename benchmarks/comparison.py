@@ -16,7 +16,8 @@ ALONE = "local_sgd(every=1000000000)"  # ranks that meet at the end of each epoc
 
 def compare(specs: list[str], **settings: Any) -> dict[str, Entry]:
     """Each strategy's runs, by its spec. Progress goes to stderr; the folder of the comparison is removed."""
-    options = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    names = {f"--{name.replace('_', '-')}": value for name, value in settings.items()}
+    options = [word for name, value in names.items() for word in ([name] if value is True else [name, str(value)])]
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent, "comparison")
         command = [sys.executable, "-m", "thinwire", "compare", *specs, *options, "--out", str(folder)]
