@@ -370,7 +370,8 @@ def test_ledger_and_kernel_agree_within_one_percent_for_every_strategy(
     about 350 bytes a message, and grows with the number of messages, not with their size."""
     ranks, nodes = map(str, ranks_and_nodes)
     model = ("--model", "mlp(width=768, norm=True)", "--epochs", "2", "--seeds", "1", "--out", str(tmp_path))
-    specs = [WITHOUT_WAITING if name == "daso" else name for name in registry.TABLE["strategies"]]
+    special = {"daso": WITHOUT_WAITING, "ab": "ab(cutoff=0.5)"}  # with factors to send
+    specs = [special.get(name, name) for name in registry.TABLE["strategies"]]
     thinwire("compare", *specs, "--ranks", ranks, "--nodes", nodes, "--link", "1gbit", *model)
     runs = {run["strategy"]: run for run in (json.loads(path.read_text()) for path in tmp_path.rglob("summary.json"))}
     assert set(runs) == set(specs)

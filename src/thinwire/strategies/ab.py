@@ -106,9 +106,9 @@ class AB(Strategy):
         self.num_epoch_steps = 0
 
     def _plan(self, epoch_steps: int) -> None:
-        if self.phases and self.lengths.in_steps and self.epochs is None:
-            return
-        self.phases = self.lengths.phases(self.epochs, epoch_steps)
+        """Once: a later epoch of another length, or more epochs after a resume, change nothing in what has begun."""
+        planned = self.lengths.phases(self.epochs, epoch_steps)
+        self.phases = self.phases or planned
 
     # ---- from one phase to the next
 

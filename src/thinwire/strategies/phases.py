@@ -81,10 +81,10 @@ class Lengths(NamedTuple):
 
         total = (epochs or 0) * epoch_steps
         every = steps(self.every, total * SYNC_SHARE, least=2)
-        warmup = every * WARMUP_SYNCS
+        warmup = every * WARMUP_SYNCS if self.every else min(every * WARMUP_SYNCS, total / 2)
         rebound = steps(self.rebound, every * REBOUND_SHARE, least=1)
         climb = steps(self.climb, every * CLIMB_SHARE, least=0)
-        phases = Phases(steps(self.warmup, min(warmup, total / 2) if total else warmup, least=0), every, rebound, climb)
+        phases = Phases(steps(self.warmup, warmup, least=0), every, rebound, climb)
         if phases.rebound >= phases.every:
             raise UsageError(
                 f"ab: a rebound of {phases.rebound} steps leaves nothing of the {phases.every} between two meetings; "
