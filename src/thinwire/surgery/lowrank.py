@@ -68,8 +68,8 @@ class Split(NamedTuple):
 def decompose(weight: Tensor) -> Split:
     """W = (UΣ^½)·(Σ^½Vᵀ), of a weight as the matrix (outputs × everything else).
 
-    V are the eigenvectors of WᵀW (or U those of WWᵀ, if it is smaller) and UΣ = W·V, in float64: several times faster
-    than an SVD, and U·Σ·Vᵀ = W·V·Vᵀ is W to the last bit of float32 whatever its singular values.
+    V are the eigenvectors of WᵀW (or U those of WWᵀ, if it is smaller) and UΣ = W·V, in float64: faster than an SVD in
+    float32, and U·Σ·Vᵀ = W·V·Vᵀ is W to the last bit of float32 whatever its singular values.
 
     >>> split = decompose(torch.tensor([[3.0, 0.0], [0.0, 4.0], [0.0, 0.0]]))
     >>> split.sigma
