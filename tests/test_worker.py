@@ -174,15 +174,21 @@ def stop_in_flight(comm: Comm, strategy: str, folder: str) -> None:
         "keep": 9,
     }
     train(comm, {**settings, "out": f"{folder}/whole"})
+    go_on_from(comm, STOPPED_AT, settings, folder, "cut")
+
+
+def go_on_from(comm: Comm, step: int, settings: dict[str, Any], folder: str, name: str) -> None:
+    """Finish what a whole run would have left had it been stopped after a step."""
     if comm.rank == 0:
-        shutil.copytree(f"{folder}/whole", f"{folder}/cut")
-        for checkpoint in Path(folder, "cut", "checkpoints").iterdir():
-            if int(checkpoint.name.removeprefix("step-")) > STOPPED_AT:
+        shutil.copytree(f"{folder}/whole", f"{folder}/{name}")
+        for checkpoint in Path(folder, name, "checkpoints").iterdir():
+            if int(checkpoint.name.removeprefix("step-")) > step:
                 shutil.rmtree(checkpoint)
-        for result in ("summary.json", "model.safetensors"):
-            Path(folder, "cut", result).unlink()
+        for result in Path(folder, name).glob("*.safetensors"):
+            result.unlink()
+        Path(folder, name, "summary.json").unlink()
     comm.barrier()
-    train(comm, {**settings, "out": f"{folder}/cut", "resume": True})
+    train(comm, {**settings, "out": f"{folder}/{name}", "resume": True})
 
 
 STOPPED_AT = 17  # of 12 batches an epoch: after batch 4 of the second, when both have something under way
@@ -205,6 +211,66 @@ def test_a_run_stopped_while_an_exchange_is_under_way_goes_on_exactly(
     assert same_files(tmp_path / "whole", tmp_path / "cut")
     for file in ("metrics.jsonl", "ledger.jsonl"):
         assert timeless(tmp_path / "whole", file) == timeless(tmp_path / "cut", file)
+
+
+FACTORED = {
+    "task": "tests.user_task:noisy",
+    "model": "mlp(width=24, depth=3, norm=True)",
+    "strategy": "ab(sync_every=6, warmup=4, rebound=2, cutoff=0.6, moments=slice)",
+    "optimizer": "adamw",
+    "lr": 0.01,
+    "epochs": 2,
+    "checkpoint_every": 1,
+    "keep": 99,
+}
+STOPS = {4: "warmup", 5: "ab", 7: "rebound", 8: "rebound"}  # the next step may be of another phase
+
+
+def stop_in_every_phase(comm: Comm, folder: str) -> dict[str, Any]:
+    summary = train(comm, {**FACTORED, "out": f"{folder}/whole"})
+    for step in STOPS:
+        go_on_from(comm, step, FACTORED, folder, f"cut-{step}")
+    return summary
+
+
+def test_a_run_with_factors_goes_on_exactly_from_any_phase(process_world: ProcessWorlds, tmp_path: Path) -> None:
+    summary = process_world.run(stop_in_every_phase, 4, str(tmp_path))[0]
+    for step, phase in STOPS.items():
+        states = list((tmp_path / "whole" / "checkpoints").glob(f"step-{step:08d}/rank-*.json"))
+        assert [json.loads(s.read_text())["tree"]["strategy"]["phase"] for s in states] == [phase] * 4
+        cut = tmp_path / f"cut-{step}"
+        assert same_files(tmp_path / "whole", cut)
+        assert (cut / "model-factored.safetensors").read_bytes() == (
+            tmp_path / "whole" / "model-factored.safetensors"
+        ).read_bytes()
+        for file in ("metrics.jsonl", "ledger.jsonl"):
+            assert timeless(tmp_path / "whole", file) == timeless(cut, file)
+    check_factored(tmp_path / "whole", summary)
+
+
+def check_factored(folder: Path, summary: dict[str, Any]) -> None:
+    """Sizes, ratio and metric are those of the two files, and the factors' products are the weights."""
+    whole, small = load_file(folder / "model.safetensors"), load_file(folder / "model-factored.safetensors")
+    parameters = [
+        sum(t.numel() for n, t in tensors.items() if "running" not in n and "num_" not in n)
+        for tensors in (whole, small)
+    ]
+    about = summary["factored"]
+    assert [summary["parameters"], about["parameters"]] == parameters
+    assert summary["parameters_consolidated"] == about["parameters"]
+    assert about["ratio"] == pytest.approx(parameters[0] / parameters[1])
+    assert [summary["model_bytes"], about["bytes"]] == [
+        sum(t.nbytes for t in tensors.values()) for tensors in (whole, small)
+    ]
+    assert about["value"] == pytest.approx(summary["value"], abs=0.5)
+    names = {name.removesuffix(".down.weight") for name in small if name.endswith(".down.weight")}
+    assert names
+    for name in names:
+        product = small[f"{name}.up.weight"] @ small[f"{name}.down.weight"]
+        torch.testing.assert_close(product, whole[f"{name}.weight"], rtol=1e-5, atol=1e-6)
+    row = read_rows(folder / "metrics.jsonl")[-1]
+    assert row["phase"] == "ab"
+    assert {name for name, (rank, largest) in row["ranks"].items() if rank < largest} == names
 
 
 def without_residual(comm: Comm, folder: str) -> str:

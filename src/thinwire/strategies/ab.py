@@ -196,7 +196,8 @@ class AB(Strategy):
         elif self.phase != "ab" or self.sync == "full":
             self.factoring.decompose(whole)
         for layer in self.factoring.factored(whole).values():
-            layer.requires_grad_(True)
+            layer.A.requires_grad_(True)
+            layer.B.requires_grad_(True)
         return standard(whole)
 
     def state_dict(self) -> dict[str, Any]:

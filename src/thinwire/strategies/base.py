@@ -85,7 +85,7 @@ class Learner:
         trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if not trainable:
             raise UsageError("the model has no parameter to train; set requires_grad on at least one")
-        self.optimizer = self.recipe.optimizer(trainable.values())
+        self.optimizer = self.recipe.optimizer(list(trainable.values()))
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         for name in trainable.keys() & (states or {}).keys():
             self.optimizer.state[trainable[name]] = (states or {})[name]
