@@ -373,7 +373,7 @@ def test_ranks_are_shares_of_the_largest_from_the_first_layer_down() -> None:
     assert axis["range"] == [1.5, -0.5], "the first is on top"
     assert heatmap["text"][1][1] == "layer a, epoch 2: rank 24 of 256 (9 %), phase ab"
     assert heatmap["text"][1][2] == "layer a, epoch 3: rank 16 of 256 (6 %)"
-    assert figure.reading == "After epoch 3 of seed 4, every layer had less than full rank."
+    assert figure.reading == "After epoch 3 of seed 4, every layer that can be factored had less than full rank."
 
 
 def test_ranks_that_stay_full_are_drawn_too() -> None:

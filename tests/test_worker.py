@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from thinwire.evaluation import evaluate
 from thinwire.launch import settle
 from thinwire.records import read_rows
 from thinwire.startup import with_defaults
+from thinwire.strategies.phases import Lengths
 from thinwire.tasks.base import load_task
 from thinwire.worker import Run
 
@@ -246,6 +248,16 @@ def test_a_run_with_factors_goes_on_exactly_from_any_phase(process_world: Proces
         for file in ("metrics.jsonl", "ledger.jsonl"):
             assert timeless(tmp_path / "whole", file) == timeless(cut, file)
     check_factored(tmp_path / "whole", summary)
+
+
+def test_phases_scale_to_a_run_of_the_command(tmp_path: Path) -> None:
+    alone(out=tmp_path, strategy="ab(cutoff=0.4)", epochs=4, model="mlp(width=64, depth=3)")
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    phases = Lengths().phases(epochs=4, epoch_steps=rows[0]["step"])
+    assert [row["phase"] for row in rows] == [phases.at(row["step"] - 1) for row in rows]
+    assert "ab" in {row["phase"] for row in rows}
+    manifest = next((tmp_path / "checkpoints").glob(f"step-*{rows[-1]['step']}/rank-0.json"))
+    assert json.loads(manifest.read_text())["tree"]["strategy"]["phases"] == asdict(phases)
 
 
 def check_factored(folder: Path, summary: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from thinwire.comm.base import Comm, in_one_go
 from thinwire.errors import RunError, UsageError
-from thinwire.progress import say_once
 from thinwire.surgery.lowrank import Factored, Layer, Split, candidates, decompose, factor, fill, gains, merge, rank_of
 
 
@@ -27,6 +26,7 @@ class Factoring:
                 f"{owner}: no layer of this model can be factored (linear ones and convolutions can, unless grouped, "
                 "shared, frozen, the first or the last one); try local_sgd or daso"
             )
+        self.read: set[str] = set()  # whose weights the model has been seen to read instead of calling them
         self.largest_ranks = {name: min(len(w), w[0].numel()) for name, w in self._weights(model).items()}
 
     def factored(self, model: nn.Module) -> dict[str, Factored]:
@@ -43,8 +43,20 @@ class Factoring:
 
     def merge(self, model: nn.Module) -> None:
         """Full layers again: W ← A·B."""
+        self.look(model)
         for name, layer in self.factored(model).items():
             model.set_submodule(name, merge(layer))
+
+    def look(self, model: nn.Module) -> None:
+        """Remember which layers were read."""
+        self.read |= {name for name, layer in self.factored(model).items() if layer.was_read}
+
+    def read_anywhere(self) -> set[str]:
+        """Layers that were read on some rank. Collective."""
+        mine = torch.tensor([name in self.read for name in self.layers], dtype=torch.uint8)
+        with self.comm.ledger.purpose("sync", instead_of="train"):
+            flags = self.comm.max(mine)
+        return {name for name, flag in zip(self.layers, flags.tolist(), strict=True) if flag}
 
     @torch.no_grad()
     def decompose(self, model: nn.Module) -> dict[str, int]:
@@ -61,7 +73,7 @@ class Factoring:
             layers = {name: layer for name, layer in self.factored(model).items() if owner[name] == root}
             for name in layers.keys() & splits.keys():
                 fill(layers[name], splits[name])
-            with self.comm.ledger.purpose("sync"):
+            with self.comm.ledger.purpose("sync", instead_of="train"):
                 in_one_go([w for x in layers.values() for w in (x.A, x.B)], partial(self.comm.broadcast, root=root))
         return ranks
 
@@ -70,7 +82,7 @@ class Factoring:
 
     def _low_ranks(self, weights: dict[str, Tensor], splits: dict[str, Split]) -> dict[str, int]:
         mine = [rank_of(splits[name].sigma, self.cutoff) if name in splits else 0 for name in self.layers]
-        with self.comm.ledger.purpose("sync"):
+        with self.comm.ledger.purpose("sync", instead_of="train"):
             found = dict(zip(self.layers, self.comm.sum(torch.tensor(mine)).tolist(), strict=True))
         for name, rank in found.items():
             if rank < 1:
@@ -78,13 +90,7 @@ class Factoring:
                     f"{self.owner}: the weight of layer {name} is not finite, or its singular values cannot be found, "
                     "so it cannot be factored; try a lower --lr or --clip-norm 1"
                 )
-        ranks = {name: rank for name, rank in found.items() if gains(weights[name], rank)}
-        if not ranks and self.comm.rank == 0:
-            say_once(
-                f"{self.owner}: with cutoff={self.cutoff} no layer's rank is low enough to make it smaller, so all "
-                "stay full and groups only train apart; try a higher cutoff, more weight decay or a longer warm-up"
-            )
-        return ranks
+        return {name: rank for name, rank in found.items() if gains(weights[name], rank)}
 
 
 def _shared_out(weights: Mapping[str, Tensor], num_ranks: int) -> dict[str, int]:

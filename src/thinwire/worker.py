@@ -202,7 +202,9 @@ class Run:
     # ---- results
 
     def _test_and_record(self, samples_per_second: float) -> dict[str, Any]:
-        tested = self._tested(self.strategy.consolidate())
+        with self.comm.ledger.purpose("eval"):
+            model = self.strategy.consolidate()
+        tested = self._tested(model)
         with self.comm.ledger.purpose("eval"):
             train_loss = self.comm.mean(torch.tensor(self.at.loss_sum / self.at.batch, dtype=torch.float64))
         everyone = self.meters.gather(self.at.train_seconds)

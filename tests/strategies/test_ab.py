@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,8 @@ from thinwire.errors import RunError, UsageError
 from thinwire.overlap import Overlapped
 from thinwire.strategies.ab import AB
 from thinwire.strategies.phases import Lengths, Phases
-from thinwire.surgery.lowrank import Factored
+from thinwire.surgery.lowrank import Factored, decompose, factor, fill
+from thinwire.surgery.moments import resized, rotated
 
 World = Callable[..., list[Any]]
 PAPER = Phases(warmup=4330, every=759, rebound=60, climb=267)
@@ -123,6 +125,7 @@ def epochs_of_other_lengths(comm: Comm) -> tuple[Phases | None, Phases | None, P
     strategy = ab(comm, "ab(cutoff=0.7)", epochs=4)
     strategy.begin_epoch(10)
     first = strategy.phases
+    steps(strategy, batches(1, 8))
     strategy.begin_epoch(30)
     longer = ab(comm, "ab(cutoff=0.7)", epochs=9)
     longer.load_state_dict(strategy.state_dict())
@@ -160,7 +163,9 @@ def meet(comm: Comm, sync: str, group: int) -> dict[str, Any]:
     one |= {"W": strategy.model[3].weight.detach().clone(), "mean bias": strategy.model[3].bias.detach().clone()}
     assert torch.equal(consolidated[3].weight, one["W"]), "what a meeting now would give"
     assert same(weights(consolidated), weights(strategy.consolidate()))
-    one["thin"] = factored[3].up.weight.detach() @ factored[3].down.weight.detach() if sync != "full" else one["W"]
+    thin = factored[3]
+    assert type(thin) is nn.Sequential
+    one["thin"] = thin.up.weight.detach() @ thin.down.weight.detach() if sync != "full" else one["W"]
     return one
 
 
@@ -324,35 +329,67 @@ def traffic(comm: Comm, group: int) -> dict[str, Any]:
     """What each step sent, by purpose, group and operation."""
     strategy = ab(comm, made(group=group))
     before: dict[Any, int] = {}
-    sent = []
+    sent, ranks = [], []
     for batch in batches(9, 24):
         steps(strategy, [batch])
+        ranks.append(strategy.ranks.get("3", 16))
         now = {(row["purpose"], row["link"], row["op"]): row["wire_bytes"] for row in comm.ledger.rows()}
         sent.append({key: n - before.get(key, 0) for key, n in now.items() if n != before.get(key, 0)})
         before = now
-    first, last = strategy.ranks["3"], sum(p.numel() for p in strategy.consolidate().parameters())
-    return {"sent": sent, "P": last, "rank": first, "role": strategy.role}
+    return {"sent": sent, "P": sum(p.numel() for p in strategy.consolidate().parameters()), "ranks": ranks}
 
 
 @pytest.mark.parametrize(("ranks", "group"), [(4, 2), (2, 1), (6, 3)])
 def test_traffic_follows_its_formulas(world: World, ranks: int, group: int) -> None:
     for one in world(traffic, ranks, group):
         sent, full = one["sent"], 4 * one["P"]
-        train = ("train", "world", "all_reduce")
-        for step in (0, 1, 6, 7):  # warm-up and rebound
-            assert sent[step][train] == pytest.approx(all_reduce_bytes(full, ranks), abs=8)
-        inside = [step.get(("train", "group", "all_reduce"), 0) for step in sent]
         others = full - 4 * 16 * 16
-        for step in (3, 4, 5):
-            rank = round((inside[step] / all_reduce_bytes(1000, group) * 1000 - others) / 64) if group > 1 else 0
-            expected = all_reduce_bytes(others + 4 * 16 * rank, group)
-            assert sent[step] == ({("train", "group", "all_reduce"): inside[step]} if group > 1 else {})
-            assert inside[step] == pytest.approx(expected, abs=8)
-            assert rank < 8
-        assert train not in sent[2]
-        meeting = sent[6]["sync", "world", "all_reduce"]  # A, B and all others, once
-        assert meeting < all_reduce_bytes(full, ranks)
-        assert (meeting - all_reduce_bytes(others, ranks)) % all_reduce_bytes(4 * 2 * 16, ranks) <= 8
+        for step in (0, 1, 6, 7):  # warm-up and rebound
+            assert sent[step]["train", "world", "all_reduce"] == pytest.approx(all_reduce_bytes(full, ranks), abs=8)
+        for step in (3, 4, 5):  # apart: one factor and the others, inside the group, and nothing else
+            factor = 4 * 16 * one["ranks"][step]
+            expected = {("train", "group", "all_reduce"): all_reduce_bytes(others + factor, group)} if group > 1 else {}
+            assert sent[step].keys() == expected.keys()
+            assert list(sent[step].values()) == pytest.approx(list(expected.values()), abs=8)
+        meeting = all_reduce_bytes(others + 2 * 4 * 16 * one["ranks"][5], ranks)  # A, B and all others, once
+        assert sent[6]["sync", "world", "all_reduce"] == pytest.approx(meeting, abs=8)
+        assert one["ranks"][2] < 8
+
+
+def of_purpose(comm: Comm) -> list[str]:
+    """What tests of the model are booked under."""
+    strategy = ab(comm, made())
+    steps(strategy, batches(4, 24))
+    found = []
+    for purpose in ("eval", "train"):
+        before = Counter(dict.fromkeys(("train", "sync", "eval"), 0))
+        before.update(row["purpose"] for row in comm.ledger.rows() for _ in range(row["calls"]))
+        with comm.ledger.purpose(purpose):
+            strategy.consolidate(factored=True)
+        now = Counter(row["purpose"] for row in comm.ledger.rows() for _ in range(row["calls"]))
+        found += [name for name in now if now[name] != before[name]]
+    return found
+
+
+def test_a_model_that_is_tested_is_no_meeting() -> None:
+    assert tw.simulate(of_purpose, ranks=2) == [["eval", "sync"]] * 2
+
+
+def with_a_frozen_layer(comm: Comm) -> bool:
+    model = small_net()
+    model[0].requires_grad_(False)
+    strategy = tw.prepare(made(), model=model, optimizer=sgd, loss=nn.functional.cross_entropy, comm=comm)
+    steps(strategy, batches(4, 24))
+    before = sum(row["payload_bytes"] for row in comm.ledger.rows() if row["purpose"] == "sync")
+    strategy._average(strategy.model)
+    sent = sum(row["payload_bytes"] for row in comm.ledger.rows() if row["purpose"] == "sync") - before
+    return sent == 4 * (
+        sum(p.numel() for p in strategy.model.parameters()) - sum(p.numel() for p in model[0].parameters())
+    )
+
+
+def test_frozen_parameters_are_not_sent() -> None:
+    assert all(tw.simulate(with_a_frozen_layer, ranks=2))
 
 
 def statistics(comm: Comm) -> list[tuple[Tensor, Tensor]]:
@@ -503,6 +540,50 @@ def test_reset_forgets_everything_at_each_change() -> None:
         assert all(one[name] is None for name in ("up", "down", "bias then", "other then", "W again", "again"))
 
 
+def drawn(comm: Comm) -> tuple[int, float, float]:
+    """How many elements rebounds trained, with a reducer that draws a tenth of them; and a residual on both sides."""
+    spec = "ab(sync_every=4, warmup=1, rebound=1, climb=0, cutoff=0.7, reducer={})"
+    strategy = ab(comm, spec.format("global_randk(ratio=0.1)"))
+    touched: dict[str, Tensor] = {}
+    for batch in batches(40, 8):
+        before = {name: p.detach().clone() for name, p in strategy.model.named_parameters()}
+        steps(strategy, [batch])
+        if strategy.phase == "rebound":
+            strategy.learner.optimizer.state.clear()
+            for name, p in strategy.model.named_parameters():
+                if name in before and before[name].shape == p.shape and not name.startswith("3."):
+                    touched[name] = touched.get(name, torch.zeros_like(p, dtype=torch.bool)) | (p != before[name])
+    compressed = ab(comm, spec.format("error_feedback(topk(ratio=0.05))"))
+    steps(compressed, batches(1, 8))
+
+    def residual() -> float:
+        states = compressed.exchange.states
+        return float(sum(v.abs().sum() for s in states for k, v in s.items() if "residual/0.weight" in k))
+
+    before_change = residual()
+    compressed._enter("ab")
+    return sum(int(t.sum()) for t in touched.values()), before_change, residual()
+
+
+def test_reducers_go_on_from_phase_to_phase() -> None:
+    for touched, before, after in tw.simulate(drawn, ranks=2):
+        assert touched > 3 * 0.1 * sum(p.numel() for n, p in small_net().named_parameters() if not n.startswith("3."))
+        assert before > 0
+        assert after == before
+
+
+def test_moments_of_a_rank_that_grows_or_of_another_kind() -> None:
+    like = torch.zeros(4, 5)
+    grown = resized({"exp_avg": torch.ones(4, 3), "step": torch.tensor(7.0)}, like)
+    assert torch.equal(grown["exp_avg"], torch.cat([torch.ones(4, 3), torch.zeros(4, 2)], 1))
+    assert grown["step"] == 7
+    assert resized({"row_var": torch.ones(4, 1)}, like) == {}
+    layer = fill(factor(nn.Linear(6, 6), 2), decompose(torch.randn(6, 6)))
+    assert rotated({"row_var": torch.ones(6, 1), "step": torch.tensor(7.0)}, layer) == ({}, {})
+    up, down = rotated({"exp_avg": torch.ones(6, 6), "step": torch.tensor(7.0)}, layer)
+    assert up["step"] is not down["step"], "each optimizer counts its own steps"
+
+
 # ---- results and states
 
 
@@ -544,13 +625,84 @@ def reloaded(comm: Comm) -> str:
     strategy.load_state_dict(thin)
     assert isinstance(strategy.model[3], Factored)
     with pytest.raises(RunError) as error:
-        ab(comm, made()).load_state_dict({**thin, "role": "AB"})
+        ab(comm, made()).load_state_dict({**thin, "groups": [[0, 1]]})
     return str(error.value)
 
 
 def test_states_of_any_phase_can_be_taken_on_and_those_of_other_groups_are_refused() -> None:
     for message in tw.simulate(reloaded, ranks=2):
         assert "use the same" in message
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_resume_is_exact_with_a_reducer_that_remembers(process_world: ProcessWorlds, group: int) -> None:
+    reducer = "error_feedback(maxnorm(bits=4))"
+    spec = f"ab(sync_every=6, warmup=2, rebound=2, cutoff=0.7, group_size={group}, reducer={reducer})"
+    assert process_world.run(at_every_step, 4, spec) == [[]] * 4
+
+
+def reading(comm: Comm, at_step: int, sync: str) -> list[str]:
+    """A factored model of one whose second layer is read, not called; on rank 0 alone somebody looks at another one."""
+    torch.manual_seed(0)
+    strategy = tw.prepare(
+        made(sync=sync), model=copy.deepcopy(READER), optimizer=sgd, loss=nn.functional.cross_entropy, comm=comm
+    )
+    steps(strategy, batches(at_step, 24))
+    if comm.rank == 0:
+        assert strategy.model.get_submodule("mid").weight.norm() > 0
+    small = strategy.consolidate(factored=True)
+    small(torch.randn(2, 6))
+    return list(small.state_dict())
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.read, self.mid, self.head = (
+            nn.Linear(6, 16),
+            nn.Linear(16, 16),
+            nn.Linear(16, 16),
+            nn.Linear(16, 3),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.mid(nn.functional.linear(self.first(x).relu(), self.read.weight, self.read.bias)))
+
+
+READER = Reader()
+
+
+@pytest.mark.parametrize(("at_step", "sync"), [(4, "learned"), (7, "learned"), (4, "full"), (9, "stale")])
+def test_layers_that_are_read_stay_readable_and_all_ranks_agree(at_step: int, sync: str) -> None:
+    found = tw.simulate(lambda comm: reading(comm, at_step, sync), ranks=2)
+    assert found[0] == found[1]
+    assert "read.parametrizations.weight.original" in found[0]
+
+
+def test_a_model_that_is_refused_is_left_as_it_was() -> None:
+    model = nn.ModuleDict({"at": nn.MultiheadAttention(8, 2, bias=False)})
+    model["at"].requires_grad_(False)
+    model["out"] = nn.Linear(8, 2)
+    with tw.join() as comm, pytest.raises(UsageError, match="no layer of this model can be factored"):
+        tw.prepare("ab(sync_every=9)", model=model, optimizer=sgd, loss=nn.functional.cross_entropy, comm=comm)
+    assert type(model["at"]) is nn.MultiheadAttention
+
+
+def without_epochs(comm: Comm) -> None:
+    strategy = ab(comm, "ab(cutoff=0.7)", epochs=2)
+    steps(strategy, batches(5, 8))
+    strategy.consolidate()
+    ab(comm, "ab(sync_every=30)", epochs=4).begin_epoch(20)
+
+
+def test_what_will_not_happen_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    from thinwire import progress
+
+    progress._said.clear()
+    tw.simulate(without_epochs, ranks=2)
+    err = capsys.readouterr().err
+    assert "ab trains at full rank until it knows how long an epoch is, and after 5 steps does not; write" in err
+    assert "ab: groups meet every 30 steps, so only at the end of the run of 80" in err
 
 
 def small_and_whole(comm: Comm, at_step: int) -> dict[str, Any]:
@@ -674,7 +826,7 @@ def test_one_group_trains_both_factors(ranks: int, group: int, capsys: pytest.Ca
 
     for found in tw.simulate(train, ranks=ranks):
         assert found == ("AB", [True, True], True)
-    assert "ab: all ranks are one group, which trains both factors" in capsys.readouterr().err
+    assert "ab: one group alone trains both factors" in capsys.readouterr().err
 
 
 def roles(comm: Comm, spec: str) -> tuple[str, int]:
@@ -709,7 +861,7 @@ def test_groups_are_nodes_halves_or_of_a_given_size(ranks: int, nodes: int, spec
         (
             "ab(sync_every=5, rebound=5)",
             {},
-            "ab: a rebound of 5 steps leaves nothing of the 5 between two meetings; try rebound=1",
+            "ab: a rebound of 5 steps leaves nothing of the 5 between two meetings; try a shorter rebound",
         ),
         (
             "ab(sync_every=8, warmup=0.6)",
@@ -717,6 +869,8 @@ def test_groups_are_nodes_halves_or_of_a_given_size(ranks: int, nodes: int, spec
             "ab: warmup=0.6 steps; give a whole number, or ab(warmup=0.6, unit=epochs)",
         ),
         ("ab(rebound=0)", {}, "rebound=0 is not possible: should be greater than 0"),
+        ("ab(sync_every=1)", {}, "ab: sync_every=1 leaves no step for groups to train apart; try 20 or more"),
+        ("ab(sync_every=1e999)", {}, "sync_every=inf is not possible: should be a finite number"),
         ("ab(sync_every=0)", {}, "sync_every=0 is not possible"),
         ("ab(moments=keep)", {}, "moments='keep' is not possible: should be 'rotate', 'slice' or 'reset'"),
     ],
@@ -732,9 +886,12 @@ def test_wrong_settings_are_refused_in_words(spec: str, options: dict[str, Any],
     [
         (
             "ab(warmup=40)",
-            "ab: the warm-up of 40 steps is not shorter than the run of 40 (8 epochs of 5); try ab(warmup=8)",
+            "ab: the warm-up of 40 steps is not shorter than the run of 40 (8 epochs of 5); try warmup=8, more epochs",
         ),
-        ("ab(unit=epochs, warmup=9)", "the warm-up of 45 steps is not shorter than the run of 40"),
+        (
+            "ab(unit=epochs, warmup=9)",
+            "the warm-up of 45 steps is not shorter than the run of 40 (8 epochs of 5); try warmup=1.6 (epochs)",
+        ),
         ("ab(unit=epochs, sync_every=0.5, rebound=0.5)", "leaves nothing"),
         ("ab(sync_every=5, warmup=50)", "the warm-up of 50 steps is not shorter than the run of 40"),
     ],

@@ -25,7 +25,7 @@ VARIANTS = [
     "daso(ranks_per_node=1, warmup_epochs=0)",
     "daso(ranks_per_node=1, warmup_epochs=0, merge=delta, max_global_skips=2, reducer=mean)",
     "ab(sync_every=3, warmup=1, cutoff=0.7)",
-    "ab(sync_every=4, warmup=2, rebound=2, climb=0, cutoff=0.6, sync=stale, moments=rotate)",
+    "ab(sync_every=6, warmup=3, rebound=2, climb=0, cutoff=0.6, sync=stale, moments=rotate)",
     "ab(sync_every=3, warmup=0, cutoff=0.7, sync=full, moments=slice, reducer=error_feedback(maxnorm(bits=4)))",
 ]
 APART = "ab"  # whose periods are longer than an epoch: only what it consolidates to is then equal
@@ -168,6 +168,26 @@ def test_a_resumed_run_ends_bit_for_bit_where_the_other_does(world: World, spec:
     for straight, *resumed in world(stop_and_go, ranks, spec, stops):
         for stop, one in zip(stops, resumed, strict=True):
             assert same(straight, one), f"after {stop} steps"
+
+
+def gone_on_from_twice(comm: Comm, spec: str) -> bool:
+    strategy = trainer(comm, spec)
+    epochs(strategy, batches(9, 24)[:4], 5)
+    state = copy.deepcopy(strategy.state_dict())
+    ends = []
+    for _ in range(2):
+        after = trainer(comm, spec, seed=3)
+        after.load_state_dict(state)
+        epochs(after, batches(9, 24)[4:], 5, start=4)
+        ends.append(weights(after.consolidate()))
+    return same(*ends)
+
+
+@pytest.mark.parametrize("spec", VARIANTS)
+def test_a_state_can_be_gone_on_from_twice(spec: str) -> None:
+    assert all(tw.simulate(lambda comm: gone_on_from_twice(comm, spec), ranks=2)), (
+        "training changed a state that was loaded"
+    )
 
 
 def without_saving(comm: Comm, spec: str) -> dict[str, Tensor]:

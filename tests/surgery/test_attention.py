@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,6 +77,16 @@ def test_opened_attention_computes_the_same(options: dict[str, Any], kind: str, 
                 torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+def test_the_mode_and_sizes_stay_and_a_hint_without_a_mask_is_refused() -> None:
+    holder = Holder(dropout=0.5).eval()
+    open_attention(holder)
+    assert not holder.attention.training
+    assert (holder.attention.embed_dim, holder.attention.head_dim) == (E, E // HEADS)
+    x = torch.randn(5, 4, E)
+    with pytest.raises(RuntimeError, match="is_causal needs attn_mask"):
+        holder.attention(x, x, x, is_causal=True)
+
+
 def test_inputs_without_a_batch() -> None:
     holder = Holder(batch_first=True)
     reference = copy.deepcopy(holder.attention)
@@ -103,6 +115,10 @@ def test_attention_that_cannot_be_opened_is_left_alone() -> None:
         holder = Holder(**options)
         open_attention(holder)
         assert type(holder.attention) is nn.MultiheadAttention
+    normed = Holder()
+    nn.utils.parametrizations.spectral_norm(normed.attention.out_proj)
+    open_attention(normed)
+    assert isinstance(normed.attention, nn.MultiheadAttention)
     shared = Holder()
     shared.again = shared.attention
     open_attention(shared)
@@ -165,3 +181,39 @@ def test_opened_attention_closes_to_torchs_own() -> None:
     assert list(after.state_dict()) == list(before)
     assert all(torch.equal(after.state_dict()[name], t) for name, t in before.items())
     assert type(after[1].layers[0].self_attn) is nn.MultiheadAttention
+
+
+def recipe() -> Any:
+    """The function in the documentation that loads a factored model without thinwire."""
+    page = (Path(__file__).parent.parent.parent / "docs" / "ab.md").read_text()
+    block = next(b for b in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if "def factor(" in b)
+    names: dict[str, Any] = {"torch": torch}
+    exec(block.partition("\n\n\ntensors =")[0], names)
+    return names["factor"]
+
+
+class WithDown(nn.Module):
+    """A layer of the user's own that is called down, beside convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 8, 3)
+        self.block = nn.ModuleDict(
+            {"down": nn.Conv2d(8, 8, 3, stride=2, padding=1, bias=False), "up": nn.Conv2d(8, 8, 1)}
+        )
+        self.last = nn.Conv2d(8, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.block["up"](self.block["down"](self.first(x))))
+
+
+@pytest.mark.parametrize(("model", "shape"), [(transformer(), (3, 5, E)), (WithDown(), (2, 1, 9, 9))])
+@pytest.mark.parametrize("rank", [2, 3])
+def test_the_recipe_of_the_docs_loads_factored_models(model: nn.Module, shape: tuple[int, ...], rank: int) -> None:
+    small, empty = copy.deepcopy(model), copy.deepcopy(model)
+    open_attention(small)
+    assert lowered(small, rank)
+    small = standard(small)
+    recipe()(empty, small.state_dict())
+    x = torch.randn(shape)
+    assert torch.equal(empty(x), small(x))

@@ -140,6 +140,11 @@ class Odd(nn.Module):
         self.hooked.register_forward_hook(lambda *_: None)
         self.thin = nn.Linear(1, 12)
         self.norm = nn.utils.parametrizations.weight_norm(nn.Linear(12, 12))
+        self.computed = nn.utils.spectral_norm(nn.Linear(12, 12))
+        self.watched = nn.Linear(12, 12)
+        self.watched.weight.register_hook(lambda g: g)
+        self.marked = nn.Linear(12, 12)
+        self.marked.register_buffer("scale", torch.ones(1))
         self.special = Special(12, 12)
         self.out = nn.Linear(12, 12)
         self.tied.weight = self.words.weight
@@ -155,6 +160,22 @@ def test_only_layers_that_can_be_replaced_are_candidates() -> None:
     assert candidates(nn.Sequential(nn.BatchNorm1d(4), nn.ReLU())) == []
     both = nn.Sequential(nn.Conv2d(1, 8, 3), nn.Sequential(nn.Conv2d(8, 8, 3)), nn.Flatten(), nn.Linear(8, 8))
     assert candidates(both) == ["1.0"]
+
+
+def test_tables_and_norms_are_neither_first_nor_last() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm([2, 8]))
+    model.register_parameter("token", nn.Parameter(torch.zeros(1, 1, 8)))
+    assert candidates(model) == ["1"]
+
+
+def test_a_factored_layer_answers_for_the_full_one() -> None:
+    thin = split(nn.Linear(6, 20), rank=2)
+    assert (thin.in_features, thin.out_features) == (6, 20)
+    convolution = nn.Conv2d(4, 10, 3, stride=2, padding=1).to(memory_format=torch.channels_last)
+    thin = split(convolution, rank=2)
+    assert (thin.in_channels, thin.out_channels, thin.kernel_size, thin.stride) == (4, 10, (3, 3), (2, 2))
+    for layer in (thin.down, merge(thin)):
+        assert layer.weight.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_replacing_uses_no_random_numbers_and_keeps_the_mode() -> None:

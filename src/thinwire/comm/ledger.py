@@ -50,10 +50,13 @@ class Ledger:
         self._purpose = threading.local()  # each thread says for itself what it is doing
 
     @contextmanager
-    def purpose(self, purpose: Purpose) -> Iterator[None]:
-        """Book what this thread sends inside the block under a purpose; outside of any block it is "train"."""
+    def purpose(self, purpose: Purpose, instead_of: Purpose | None = None) -> Iterator[None]:
+        """Book what this thread sends inside the block under a purpose; outside of any block it is "train".
+
+        With `instead_of`, only where it would else be booked under that one: a caller's own purpose stays.
+        """
         before = self.current_purpose
-        self._purpose.now = purpose
+        self._purpose.now = purpose if instead_of in (None, before) else before
         try:
             yield
         finally:

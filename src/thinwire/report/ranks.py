@@ -137,5 +137,5 @@ def _short_names(layers: list[str]) -> list[str]:
 def _rank_words(record: Record, history: History) -> str:
     last = history[max(history)]
     low = sum(cell.rank < cell.largest for cell in last.values())
-    which = {0: "no layer", len(last): "every layer"}.get(low, f"{low} of {len(last)} layers")
+    which = {0: "no layer", len(last): "every layer that can be factored"}.get(low, f"{low} of {len(last)} layers")
     return f"After epoch {max(history)} of seed {record.seed}, {which} had less than full rank."

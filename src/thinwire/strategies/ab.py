@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
 from thinwire.comm.base import Comm, in_one_go
@@ -16,8 +16,8 @@ from thinwire.data import Batch, Shard
 from thinwire.errors import RunError, UsageError
 from thinwire.factoring import Factoring
 from thinwire.overlap import Exchange, exchange
-from thinwire.progress import say
-from thinwire.reducers.base import Reducer, restored
+from thinwire.progress import say, say_once
+from thinwire.reducers.base import Reducer, carried, restored
 from thinwire.reducers.mean import mean
 from thinwire.strategies.base import Learner, Recipe, Strategy, average_buffers, replicate
 from thinwire.strategies.groups import groups_of, nodes_of
@@ -25,6 +25,9 @@ from thinwire.strategies.phases import Lengths, Phase, Phases
 from thinwire.surgery.attention import open_attention
 from thinwire.surgery.moments import State, copied, resized, rotated
 from thinwire.surgery.standard import standard
+
+Length = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+LengthOrZero = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class AB(Strategy):
@@ -34,7 +37,8 @@ class AB(Strategy):
     groups train A, half B, each on its own data. Every S steps all meet, W ← Ā·B̄, train W together for a while
     (rebound), and factor it anew. Wire bytes per rank and step, of P parameters on n ranks in groups of g: 2(n−1)/n·4P
     in warm-up and rebound; else 2(g−1)/g·4(N_A + N_o), or with N_B, inside groups and none between them;
-    2(n−1)/n·4(N_A + N_B + N_o) at a meeting. N_o is what is not factored: vectors, embeddings, first and last layer.
+    2(n−1)/n·4(N_A + N_B + N_o) at a meeting (4P with sync=full), and a broadcast of 4(N_A + N_B) for new factors. N_o
+    is what is not factored: vectors, embeddings, first and last layer.
 
     Coquelin et al., "AB-Training: A Communication-Efficient Approach for Distributed Low-Rank Learning", 2024.
     """
@@ -47,14 +51,16 @@ class AB(Strategy):
         /,
         *,
         group_size: PositiveInt | None = None,  # ranks that train together; default: those of a node, or half of all
-        cutoff: Annotated[float, Field(gt=0, lt=1)] = 0.15,  # part of σ₁ up to which is dropped; higher = lower ranks
-        sync: Literal["learned", "stale", "full"] = "learned",  # what is averaged: trained factors, all, or products
-        sync_every: PositiveFloat | None = None,  # S: from one meeting to the next; default: a tenth of the run
-        warmup: NonNegativeFloat | None = None,  # Wu: full rank until then; default: 2·S
-        rebound: PositiveFloat | None = None,  # D: full rank after each meeting; default: S·60/759
-        climb: NonNegativeFloat | None = None,  # R: until the learning rate is back after a change; default: S·267/759
-        unit: Literal["steps", "epochs"] = "steps",  # of these four lengths
-        moments: Literal["rotate", "slice", "reset"] = "reset",  # what the optimizer remembers after a change
+        cutoff: Annotated[float, Field(gt=0, lt=1)] = 0.15,  # drops σ up to this part of the largest; higher = smaller
+        sync: Literal[
+            "learned", "stale", "full"
+        ] = "learned",  # learned, stale or full: trained factors, all, or products
+        sync_every: Length | None = None,  # S: from one meeting to the next; default: 0.105 of the run
+        warmup: LengthOrZero | None = None,  # Wu: full rank until then; default: 2·S
+        rebound: Length | None = None,  # D: full rank after each meeting; default: S·60/759
+        climb: LengthOrZero | None = None,  # R: until the learning rate is back after a change; default: S·267/759
+        unit: Literal["steps", "epochs"] = "steps",  # steps or epochs: of these four
+        moments: Literal["rotate", "slice", "reset"] = "reset",  # rotate, slice or reset: what the optimizer remembers
         reducer: Reducer = mean(),  # how gradients are averaged
     ) -> None:
         self.shard = Shard(comm.rank, comm.size)
@@ -69,10 +75,9 @@ class AB(Strategy):
             )
         self.phases: Phases | None = self.lengths.phases(None, 0) if self.lengths.in_steps else None
 
-        open_attention(model)
-        self.factoring = Factoring(model, comm, cutoff, "ab")
+        self.factoring = _opened(model, comm, cutoff)
         replicate(model, comm)
-        groups = _groups(comm, group_size)
+        self.groups = groups = _groups(comm, group_size)
         self.group = comm.split(groups, "group")
         roles = ["A" if i % 2 == 0 else "B" for i in range(len(groups))] if len(groups) > 1 else ["AB"]
         self.role = next(role for role, group in zip(roles, groups, strict=True) if comm.rank in group)
@@ -82,7 +87,7 @@ class AB(Strategy):
         self.began = 0  # the first step of this phase
         self.num_epoch_steps = 0  # done of this epoch
         self.ranks: dict[str, int] = {}  # that layers got when they were last factored; full ones are not in it
-        self.kept: dict[str, State] = {}  # moments of parameters that are not being trained in this phase
+        self.kept: dict[str, State] = {}  # moments at the end of the phase before
         self.learner = Learner(model, recipe)
         self.exchange: Exchange = exchange(model, reducer, comm)
 
@@ -106,9 +111,13 @@ class AB(Strategy):
         self.num_epoch_steps = 0
 
     def _plan(self, epoch_steps: int) -> None:
-        """Once: a later epoch of another length, or more epochs after a resume, change nothing in what has begun."""
-        planned = self.lengths.phases(self.epochs, epoch_steps)
-        self.phases = self.phases or planned
+        """Before the run begins: a later epoch of another length, or more epochs after a resume, change nothing."""
+        if self.phases and (self.learner.num_steps or not self.epochs):
+            return
+        self.phases = self.lengths.phases(self.epochs, epoch_steps)
+        total = (self.epochs or 0) * epoch_steps
+        if self.comm.rank == 0 and total and self.phases.first_meeting >= total:
+            say_once(f"ab: groups meet every {self.phases.every} steps, so only at the end of the run of {total}")
 
     # ---- from one phase to the next
 
@@ -116,6 +125,11 @@ class AB(Strategy):
         before = self._moments()
         if phase == "ab":
             self.ranks = self.factoring.decompose(self.model)
+            if not self.ranks and self.comm.rank == 0:
+                say_once(
+                    f"ab: with cutoff={self.factoring.cutoff} no layer's rank is low enough to make it smaller, so all "
+                    "stay full and groups only train apart; try a higher cutoff, more weight decay or a longer run"
+                )
         else:
             self._average(self.model)
             self.factoring.merge(self.model)
@@ -129,8 +143,10 @@ class AB(Strategy):
             layer.B.requires_grad_("B" in self.role)
         full_names = {name: self._full_name(name) for name, _ in self.model.named_parameters()}
         self.learner.renew({name: states[full] for name, full in full_names.items() if full in states})
+        remembered = self.exchange.states
         del self.exchange  # before the next one is made: it watches the same parameters
         self.exchange = exchange(self.model, self.reducer, self.group if self.phase == "ab" else self.comm)
+        self.exchange.states = carried(self.exchange.states, remembered)
 
     @torch.no_grad()
     def _average(self, model: nn.Module) -> None:
@@ -142,7 +158,7 @@ class AB(Strategy):
                 for x, weight in (("A", layer.A), ("B", layer.B)):
                     weight.mul_(self.comm.size / self.num_training[x] if x in self.role else 0.0)
         factors = {id(w) for layer in self.factoring.factored(model).values() for w in (layer.A, layer.B)}
-        with self.comm.ledger.purpose("sync"):
+        with self.comm.ledger.purpose("sync", instead_of="train"):
             in_one_go([p for p in model.parameters() if p.requires_grad or id(p) in factors], self.comm.mean)
 
     # ---- what the optimizer remembers
@@ -163,17 +179,17 @@ class AB(Strategy):
         """
         if self.moments == "reset":
             return {}
-        kept, self.kept = self.kept, {name: copied(state) for name, state in before.items()}
+        last, self.kept = self.kept, {name: copied(state) for name, state in before.items()}
         if self.phase != "ab":
-            return kept
+            return last
         followed = dict(before)
         for name, layer in self.factoring.factored(self.model).items():
             up, down = f"{name}.up.weight", f"{name}.down.weight"
             if self.moments == "rotate":
                 followed[up], followed[down] = rotated(before.get(f"{name}.weight", {}), layer)
             else:
-                followed[up] = resized(kept.get(up, {}), layer.up.weight)
-                followed[down] = resized(kept.get(down, {}), layer.down.weight)
+                followed[up] = resized(last.get(up, {}), layer.up.weight)
+                followed[down] = resized(last.get(down, {}), layer.down.weight)
         return followed
 
     # ---- results and states
@@ -187,6 +203,12 @@ class AB(Strategy):
 
     def consolidate(self, factored: bool = False) -> nn.Module:
         """What a meeting now would give; with `factored`, as two thin layers for each weight that has a low rank."""
+        if self.phases is None and self.learner.num_steps and self.comm.rank == 0:
+            say_once(
+                f"ab trains at full rank until it knows how long an epoch is, and after {self.learner.num_steps} steps "
+                "does not; write `for batch in tw.epoch(trainer, batches, comm)`, or give ab(sync_every=…) in steps"
+            )
+        self.factoring.look(self.model)
         whole = copy.deepcopy(self.model)
         if self.phase == "ab":
             self._average(whole)
@@ -198,21 +220,25 @@ class AB(Strategy):
         for layer in self.factoring.factored(whole).values():
             layer.A.requires_grad_(True)
             layer.B.requires_grad_(True)
-        return standard(whole)
+        return standard(whole, self.factoring.read_anywhere() if factored else ())
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "learner": self.learner.state_dict(), "reducer": self.exchange.states, "kept": self.kept,
-            "phases": None if self.phases is None else asdict(self.phases), "role": self.role, "ranks": self.ranks,
+            "phases": None if self.phases is None else asdict(self.phases), "groups": self.groups, "ranks": self.ranks,
             "phase": self.phase, "began": self.began, "num_epoch_steps": self.num_epoch_steps,
+            "read": sorted(self.factoring.read),
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["role"] != self.role or not state["ranks"].keys() <= set(self.factoring.layers):
-            raise RunError("the saved state is of another model or group size; use the same ones")
+        if state["groups"] != self.groups or not state["ranks"].keys() <= set(self.factoring.layers):
+            raise RunError("the saved state is of another model or of other groups; use the same ones")
         self.phases = None if state["phases"] is None else Phases(**state["phases"])
         self.phase, self.began, self.num_epoch_steps = state["phase"], state["began"], state["num_epoch_steps"]
-        self.ranks, self.kept = dict(state["ranks"]), state["kept"]
+        device = next(self.model.parameters()).device
+        self.ranks = dict(state["ranks"])
+        self.kept = {name: copied(moments, device) for name, moments in state["kept"].items()}
+        self.factoring.read |= set(state["read"])
         self.factoring.merge(self.model)
         if self.phase == "ab":
             self.factoring.factor(self.model, self.ranks)
@@ -221,11 +247,22 @@ class AB(Strategy):
         self.exchange.states = restored(self.exchange.states, state["reducer"])
 
 
+def _opened(model: nn.Module, comm: Comm, cutoff: float) -> Factoring:
+    """The model made ready, or left as it was."""
+    open_attention(model)
+    try:
+        return Factoring(model, comm, cutoff, "ab")
+    except UsageError:
+        standard(model)
+        raise
+
+
 def _groups(comm: Comm, size: int | None) -> list[list[int]]:
     """Those that train together: as many ranks as asked for, or a node's, or half of them."""
     ranks, nodes = list(range(comm.size)), nodes_of(comm)
     halves = [half for half in (ranks[: comm.size // 2], ranks[comm.size // 2 :]) if half]
     groups = (nodes if len(nodes) > 1 else halves) if size is None else groups_of(comm, size, "ab: group_size")
     if len(groups) == 1 and comm.rank == 0:
-        say("thinwire: ab: all ranks are one group, which trains both factors; group_size=… makes several")
+        more = "group_size=… makes several" if comm.size > 1 else "it takes more ranks to save anything"
+        say(f"thinwire: ab: one group alone trains both factors; {more}")
     return groups

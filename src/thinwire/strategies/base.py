@@ -87,8 +87,9 @@ class Learner:
             raise UsageError("the model has no parameter to train; set requires_grad on at least one")
         self.optimizer = self.recipe.optimizer(list(trainable.values()))
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
-        for name in trainable.keys() & (states or {}).keys():
-            self.optimizer.state[trainable[name]] = (states or {})[name]
+        for name, state in (states or {}).items():
+            if state and name in trainable:
+                self.optimizer.state[trainable[name]] = state
 
     def backward(self, batch: Batch, exchange: Exchange, exchanging: bool = True) -> Tensor:
         """Gradients of the mean loss over the batch, in `accumulate` pieces, exchanged or not; returns that loss."""
@@ -147,7 +148,7 @@ class Learner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # torch would train into the caller's tensors
         self.num_steps = state["num_steps"]
 
     def _pieces(self, tensor: Tensor) -> tuple[Tensor, ...]:
@@ -180,7 +181,7 @@ def average_buffers(model: nn.Module, comm: Comm) -> None:
     Only those that are part of the model's state: the others are caches that every rank computes for itself.
     """
     buffers = kept_buffers(model)
-    with comm.ledger.purpose("sync"):
+    with comm.ledger.purpose("sync", instead_of="train"):
         in_one_go([b for b in buffers if b.is_floating_point()], comm.mean)
         in_one_go([b for b in buffers if not b.is_floating_point()], comm.broadcast)
 
@@ -188,7 +189,7 @@ def average_buffers(model: nn.Module, comm: Comm) -> None:
 def consolidated(model: nn.Module, comm: Comm, apart: Sequence[str] = ()) -> nn.Module:
     """A copy of a model, equal on all ranks: the mean of those parameters that may differ between them."""
     whole = copy.deepcopy(model)
-    with comm.ledger.purpose("sync"):
+    with comm.ledger.purpose("sync", instead_of="train"):
         in_one_go([whole.get_parameter(name) for name in apart], comm.mean)
     average_buffers(whole, comm)
     return whole

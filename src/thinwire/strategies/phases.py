@@ -40,6 +40,11 @@ class Phases:
         phases = [self.at(step) for step in range(num_steps)]
         return [(i, phase) for i, phase in enumerate(phases) if i == 0 or phase != phases[i - 1]]
 
+    @property
+    def first_meeting(self) -> int:
+        """The first step after groups have met."""
+        return (self.warmup // self.every + 1) * self.every
+
     def ease(self, step: int, began: int) -> float:
         """How far the learning rate has climbed back to its schedule, from 0 to 1, in a phase that began at a step."""
         return min(1.0, (step - began) / self.climb) if began and self.climb else 1.0
@@ -59,6 +64,15 @@ class Lengths(NamedTuple):
         """Whether nothing need be known of epochs."""
         return self.unit == "steps" and self.every is not None
 
+    def _check(self) -> None:
+        if self.unit == "epochs":
+            return
+        for name, length in zip(("sync_every", "warmup", "rebound", "climb"), self[:4], strict=True):
+            if length is not None and length != round(length):
+                raise UsageError(f"ab: {name}={length} steps; give a whole number, or ab({name}={length}, unit=epochs)")
+        if self.every == 1:
+            raise UsageError("ab: sync_every=1 leaves no step for groups to train apart; try 20 or more")
+
     def phases(self, epochs: int | None, epoch_steps: int) -> Phases:
         """In steps, for a run of so many epochs of so many steps; at least a step each.
 
@@ -67,13 +81,7 @@ class Lengths(NamedTuple):
         >>> Lengths(every=2, warmup=3, unit="epochs").phases(epochs=10, epoch_steps=100)
         Phases(warmup=300, every=200, rebound=16, climb=70)
         """
-
-        if self.unit == "steps":
-            for name, length in zip(("sync_every", "warmup", "rebound", "climb"), self[:4], strict=True):
-                if length is not None and length != round(length):
-                    raise UsageError(
-                        f"ab: {name}={length} steps; give a whole number, or ab({name}={length}, unit=epochs)"
-                    )
+        self._check()
 
         def steps(length: float | None, default: float, least: int) -> int:
             scale = epoch_steps if self.unit == "epochs" else 1
@@ -88,11 +96,15 @@ class Lengths(NamedTuple):
         if phases.rebound >= phases.every:
             raise UsageError(
                 f"ab: a rebound of {phases.rebound} steps leaves nothing of the {phases.every} between two meetings; "
-                f"try rebound={max(1, phases.every // 10)} (in steps), or a longer sync_every"
+                "try a shorter rebound, or a longer sync_every"
             )
         if total and phases.warmup >= total:
             raise UsageError(
                 f"ab: the warm-up of {phases.warmup} steps is not shorter than the run of {total} ({epochs} epochs of "
-                f"{epoch_steps}); try ab(warmup={total // 5}), more epochs, or leave it out"
+                f"{epoch_steps}); try warmup={_fifth(total, epoch_steps, self.unit)}, more epochs, or leave it out"
             )
         return phases
+
+
+def _fifth(total: int, epoch_steps: int, unit: str) -> str:
+    return f"{total // 5}" if unit == "steps" else f"{total / epoch_steps / 5:.2g} (epochs)"

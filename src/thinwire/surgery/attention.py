@@ -23,6 +23,7 @@ class Opened(nn.Module):
     def __init__(self, packed: nn.MultiheadAttention) -> None:
         super().__init__()
         self.num_heads, self.dropout, self.batch_first = packed.num_heads, packed.dropout, packed.batch_first
+        self.embed_dim, self.head_dim = packed.embed_dim, packed.head_dim
         self.in_proj = _linear(packed.in_proj_weight, packed.in_proj_bias)
         self.out_proj = _linear(packed.out_proj.weight, packed.out_proj.bias)
         self.train(packed.training)
@@ -32,7 +33,9 @@ class Opened(nn.Module):
         need_weights: bool = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """As nn.MultiheadAttention's; `is_causal` is only a hint there, and not needed here."""
+        """As nn.MultiheadAttention's; `is_causal` is a hint there that goes with a mask, and not needed here."""
+        if is_causal and attn_mask is None:
+            raise RuntimeError("is_causal needs attn_mask too, as for nn.MultiheadAttention")
         batched = query.dim() == 3
         q, k, v = (self._heads(x, batched) for x in self._projected(query, key, value))
         mask = self._mask(attn_mask, key_padding_mask, q)
@@ -99,9 +102,9 @@ def open_attention(model: nn.Module) -> None:
 
 
 def _can_be_opened(module: nn.Module) -> bool:
-    if type(module) is not nn.MultiheadAttention:
+    if type(module) is not nn.MultiheadAttention or "weight" not in module.out_proj._parameters:
         return False
-    return module._qkv_same_embed_dim and module.bias_k is None and not module.add_zero_attn
+    return module.in_proj_weight is not None and module.bias_k is None and not module.add_zero_attn
 
 
 def closed(opened: Opened) -> nn.MultiheadAttention:

@@ -10,6 +10,10 @@ from torch import Tensor, nn
 
 Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d  # that can be factored
 
+OUTER = ("in_features", "out_features", "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation",
+         "groups", "padding_mode")  # fmt: skip  # what a model may ask a layer for
+FIRST_OR_LAST = (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding, nn.EmbeddingBag)
+
 
 class Factored(nn.Sequential):
     """A linear layer or convolution with the weight W = up·down: thin `down` to rank r, then `up` from it.
@@ -23,6 +27,9 @@ class Factored(nn.Sequential):
     def __init__(self, down: Layer, up: Layer) -> None:
         super().__init__(OrderedDict(down=down, up=up))
         self.was_read = False  # instead of called
+        for name in OUTER:
+            if hasattr(down, name):
+                setattr(self, name, getattr(up if name.startswith("out_") else down, name))
 
     @property
     def rank(self) -> int:
@@ -69,7 +76,8 @@ def decompose(weight: Tensor) -> Split:
     """W = (UΣ^½)·(Σ^½Vᵀ), of a weight as the matrix (outputs × everything else).
 
     V are the eigenvectors of WᵀW (or U those of WWᵀ, if it is smaller) and UΣ = W·V, in float64: faster than an SVD in
-    float32, and U·Σ·Vᵀ = W·V·Vᵀ is W to the last bit of float32 whatever its singular values.
+    float32, and U·Σ·Vᵀ = W·V·Vᵀ is W to the last bit of float32 whatever its singular values. Those below 1e-8 of the
+    largest are noise.
 
     >>> split = decompose(torch.tensor([[3.0, 0.0], [0.0, 4.0], [0.0, 0.0]]))
     >>> split.sigma
@@ -115,16 +123,15 @@ def candidates(model: nn.Module) -> list[str]:
     ['1', '2']
     """
     seen = uses(model)
-    layers = [(name, m) for name, m in model.named_modules() if any(p.dim() > 1 for p in m.parameters(recurse=False))]
+    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, FIRST_OR_LAST)]
     return [name for name, layer in layers[1:-1] if _can_be_factored(layer, seen)]
 
 
 def _can_be_factored(layer: nn.Module, seen: Counter[int]) -> bool:
-    if type(layer) not in get_args(Layer) or getattr(layer, "groups", 1) != 1:
+    if type(layer) not in get_args(Layer) or getattr(layer, "groups", 1) != 1 or is_shared_or_hooked(layer, seen):
         return False
-    weight = layer.get_parameter("weight")
-    usable = weight.requires_grad and weight.is_floating_point() and gains(weight, 1)
-    return usable and not is_shared_or_hooked(layer, seen)
+    weight = layer._parameters.get("weight")  # not there if something computes it, as pruning does
+    return weight is not None and weight.requires_grad and weight.is_floating_point() and gains(weight, 1)
 
 
 def uses(model: nn.Module) -> Counter[int]:
@@ -133,9 +140,10 @@ def uses(model: nn.Module) -> Counter[int]:
 
 
 def is_shared_or_hooked(module: nn.Module, seen: Counter[int]) -> bool:
-    """Whether somebody would miss a module that is replaced."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks) or any(seen[id(p)] > 1 for p in module.parameters())
+    """Whether somebody would miss a module that is replaced, or something of the user's would go with it."""
+    hooks = [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks]
+    hooks += [p._backward_hooks or {} for p in module.parameters()]
+    return any(hooks) or any(True for _ in module.buffers()) or any(seen[id(p)] > 1 for p in module.parameters())
 
 
 def factor(layer: Layer, rank: int) -> Factored:
@@ -185,4 +193,6 @@ def _resized(layer: Layer, outputs: int, bias: bool) -> Layer:
         place = {name: getattr(layer, name) for name in ("stride", "padding", "dilation", "padding_mode")}
         sizes = (layer.in_channels, outputs, layer.kernel_size)
         made = nn.utils.skip_init(type(layer), *sizes, bias=bias, **place, **where)
+        if layer.weight.dim() == 4 and not layer.weight.is_contiguous():
+            made.weight.data = made.weight.data.contiguous(memory_format=torch.channels_last)
     return made

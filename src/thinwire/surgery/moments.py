@@ -24,8 +24,8 @@ def rotated(state: State, layer: Factored) -> tuple[State, State]:
     up, down = layer.up.weight, layer.down.weight
     states: tuple[State, State] = {}, {}
     for name, value in state.items():
-        if not isinstance(value, Tensor) or value.dim() < 2:
-            states[0][name] = states[1][name] = value
+        if not isinstance(value, Tensor) or value.dim() == 0:  # a count
+            states[0][name], states[1][name] = copied(state)[name], copied(state)[name]
         elif name in SUMS | SUMS_OF_SQUARES:
             power = 1 if name in SUMS else 2
             moment = value.flatten(1)
@@ -37,20 +37,24 @@ def rotated(state: State, layer: Factored) -> tuple[State, State]:
 
 
 def resized(state: State, like: Tensor) -> State:
-    """The moments of a factor of another rank: cut off, or zeros where there was nothing."""
-    return {
-        name: _resized(value, like) if isinstance(value, Tensor) and value.dim() == like.dim() else value
-        for name, value in state.items()
-    }
+    """The moments of a factor of another rank: cut off, or zeros where there was nothing. Others start again."""
+    shaped = {name for name, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
+    if not shaped <= SUMS | SUMS_OF_SQUARES:
+        return {}
+    return {name: _fitted(value, like) if name in shaped else value for name, value in state.items()}
 
 
-def _resized(moment: Tensor, like: Tensor) -> Tensor:
+def _fitted(moment: Tensor, like: Tensor) -> Tensor:
     common = tuple(slice(min(old, new)) for old, new in zip(moment.shape, like.shape, strict=True))
     made = torch.zeros_like(like, dtype=moment.dtype)
     made[common] = moment[common]
     return made
 
 
-def copied(state: State) -> State:
-    """A state that its optimizer no longer changes."""
-    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+def copied(state: State, device: torch.device | None = None) -> State:
+    """A state that its optimizer no longer changes; moments are moved to a device, counts stay where they are."""
+    return {name: _copy(value, device) if isinstance(value, Tensor) else value for name, value in state.items()}
+
+
+def _copy(value: Tensor, device: torch.device | None) -> Tensor:
+    return value.clone() if value.dim() == 0 or device is None else value.to(device, copy=True)

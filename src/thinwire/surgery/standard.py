@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -10,11 +11,9 @@ from torch.nn.utils import parametrize
 from thinwire.surgery.attention import Opened, closed
 from thinwire.surgery.lowrank import Factored, merge
 
-READ_WEIGHTS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)  # of their layers, when they are tested
 
-
-def standard(model: nn.Module) -> nn.Module:
-    """Replace what surgery put into a model by torch's own modules.
+def standard(model: nn.Module, read: Collection[str] = ()) -> nn.Module:
+    """Replace what surgery put into a model by torch's own modules. `read` are layers whose weights the model reads.
 
     A factored layer becomes an nn.Sequential of `down` and `up`. Where the model reads a weight instead of calling the
     layer, as torch's attention does, the weight becomes a parametrization: `original` and the weight of an nn.Linear.
@@ -25,8 +24,8 @@ def standard(model: nn.Module) -> nn.Module:
         elif isinstance(module, Factored) and name:
             inside = model.get_submodule(name.rpartition(".")[0])
             if not isinstance(inside, nn.MultiheadAttention):
-                read = module.was_read or isinstance(inside, READ_WEIGHTS)
-                model.set_submodule(name, _product(module) if read else _pair(module))
+                is_read = name in read or isinstance(inside, nn.TransformerEncoderLayer)  # which does when it is tested
+                model.set_submodule(name, _product(module) if is_read else _pair(module))
     return model
 
 
