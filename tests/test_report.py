@@ -186,6 +186,15 @@ def test_the_best_of_a_column_is_marked_once(tmp_path: Path) -> None:
     assert re.search(r'<td class="best"><span class="mean">97\.', dense)
 
 
+def test_a_factored_model_is_told_with_its_size_and_ratio(tmp_path: Path) -> None:
+    small = {"parameters": 11_000, "ratio": 9.25, "bytes": 44_000, "value": 95.0}
+    text = page(compare(tmp_path / "with", ["ab"], factored=small))
+    assert '<th scope="col">Factored model</th>' in text
+    assert '<td>44.0 kB<span class="sub">9.2 : 1</span></td>' in text
+    without = page(compare(tmp_path / "without", ["ab"], factored=None))
+    assert '<th scope="col">Factored model</th>' not in without
+
+
 def test_one_strategy_is_marked_best_nowhere(tmp_path: Path) -> None:
     html = page(compare(tmp_path, [DENSE], (0,)))
     assert 'class="best"' not in html

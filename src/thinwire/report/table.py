@@ -54,6 +54,7 @@ def _columns(results: Results) -> list[Column]:
         _column("Waiting (%)", "waiting_share", lambda share: f"{100 * share:.1f}", -1),
         _column("Samples per s", "samples_per_second", lambda speed: f"{speed:,.0f}", 1),
         _column("Peak memory", "peak_memory_bytes", size, -1),
+        Column("Factored model", _factored, lambda e: None, 0),
     ]
 
 
@@ -99,6 +100,15 @@ def _kernel(entry: Entry) -> str | None:
         return None
     apart = f'<span class="sub">{100 * (kernel.mean / ledger.mean - 1):+.1f} %</span>' if ledger.mean else ""
     return f"{size(kernel.mean)}{apart.replace('-', '−')}"
+
+
+def _factored(entry: Entry) -> str | None:
+    """The size of the model with low-rank layers as two thin ones, and how often it fits into the full one."""
+    small = [summary["factored"] for r in entry.finished if (summary := r.summary) and summary.get("factored")]
+    if not small:
+        return None
+    num_bytes, ratio = (sum(one[key] for one in small) / len(small) for key in ("bytes", "ratio"))
+    return f'{size(num_bytes)}<span class="sub">{ratio:.1f} : 1</span>'
 
 
 def _best(column: Column, entries: list[Entry]) -> set[int]:
