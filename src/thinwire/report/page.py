@@ -43,8 +43,8 @@ DEFINITIONS = {
     "reached it.",
     "± deviation": "The sample standard deviation over seeds. With one seed there is none.",
     "Peak memory": "The most that any one rank held.",
-    "Factored model": "The trained model with low-rank layers as two thin ones, as saved, and how often its parameters go "
-    "into those of the full one.",
+    "Factored model": "The trained model with low-rank layers as two thin ones, as saved, and how often its parameters "
+    "go into those of the full one.",
 }
 
 
