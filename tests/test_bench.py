@@ -45,7 +45,7 @@ def results_of(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # once a worker, wherever its tests come between others
 def twice(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same comparison, made twice, with what the first printed."""
     folder = tmp_path_factory.mktemp("twice")
