@@ -679,6 +679,24 @@ def test_layers_that_are_read_stay_readable_and_all_ranks_agree(at_step: int, sy
     assert "read.parametrizations.weight.original" in found[0]
 
 
+def looked_at(comm: Comm) -> tuple[bool, str]:
+    """A convolution whose weight somebody reads: no linear layer can make its weight, so it is exported whole."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(1, 8, 3), nn.Conv1d(8, 8, 3), nn.Flatten(), nn.Linear(16, 3))
+    strategy = tw.prepare(made(), model=model, optimizer=sgd, loss=nn.functional.cross_entropy, comm=comm)
+    steps(strategy, [(x[:, None], y) for x, y in batches(4, 24)])
+    layer = strategy.model[1]
+    assert isinstance(layer, Factored)
+    assert layer.weight.norm() > 0
+    whole, small = strategy.consolidate(), strategy.consolidate(factored=True)
+    x = torch.randn(2, 1, 6)
+    return torch.allclose(whole(x), small(x), atol=1e-6), type(small[1]).__name__
+
+
+def test_a_convolution_that_is_read_stays_whole() -> None:
+    assert tw.simulate(looked_at, ranks=2) == [(True, "Conv1d")] * 2
+
+
 def test_a_model_that_is_refused_is_left_as_it_was() -> None:
     model = nn.ModuleDict({"at": nn.MultiheadAttention(8, 2, bias=False)})
     model["at"].requires_grad_(False)

@@ -121,8 +121,7 @@ class Learner:
         self._check(norm)
         factor = self.recipe.schedule(self.num_steps)
         for group, lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
-            slow = min(lr * factor, SLOW_LR)
-            group["lr"] = slow + ease * (lr * factor - slow)
+            group["lr"] = ease * lr * factor + (1 - ease) * min(lr * factor, SLOW_LR)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.num_steps += 1

@@ -34,9 +34,10 @@ def _pair(layer: Factored) -> nn.Sequential:
 
 
 def _product(layer: Factored) -> nn.Module:
-    """A full layer whose weight is computed from two factors whenever it is read."""
+    """A full layer whose weight is computed from two factors whenever it is read; a convolution is just full."""
     full = merge(layer)
-    _set_product(full, "weight", layer)
+    if isinstance(full, nn.Linear):
+        _set_product(full, "weight", layer)
     return full
 
 
