@@ -18,7 +18,7 @@ LAYERS = [
     {"comm", "kernels"},
     {"network", "meters", "codecs"},
     {"reducers", "surgery"},
-    {"overlap", "averaging", "factoring", "checkpoint"},
+    {"overlap", "averaging", "factoring", "homes", "assembly", "checkpoint"},
     {"strategies", "attaching", "tasks"},
     {"evaluation", "summary", "startup"},
     {"worker", "rendezvous"},

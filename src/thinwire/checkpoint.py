@@ -11,7 +11,7 @@ import hashlib
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -149,8 +149,13 @@ def _check_finite(tensors: dict[str, Tensor], step: int) -> None:
 
 def save_model(model: nn.Module, path: Path) -> None:
     """The model's parameters and buffers as one ordinary safetensors file, without thinwire's help to read."""
-    tensors = {name: t.detach().cpu().contiguous().clone() for name, t in model.state_dict().items()}
-    write_atomically(path, lambda temporary: _save(tensors, temporary, {"format": "pt"}))
+    save_tensors(model.state_dict(), path)
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Tensors as an ordinary safetensors file."""
+    saved = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+    write_atomically(path, lambda temporary: _save(saved, temporary, {"format": "pt"}))
 
 
 def _pack(tree: Tree, tensors: dict[str, Tensor], path: str = "") -> Tree:

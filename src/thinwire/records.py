@@ -66,6 +66,7 @@ class RunFolder:
         self.summary = path / "summary.json"
         self.model = path / "model.safetensors"
         self.factored_model = path / "model-factored.safetensors"
+        self.sharded_model = path / "model"
         self.checkpoints = path / "checkpoints"
 
     @staticmethod
@@ -77,7 +78,7 @@ class RunFolder:
         if folder.config.exists():
             raise UsageError(f"{folder.path} holds a run already; add --resume to go on with it, or give another --out")
         files = (folder.metrics, folder.ledger, folder.timeline, folder.summary, folder.model, folder.factored_model)
-        for left in (*files, folder.checkpoints):
+        for left in (*files, folder.sharded_model, folder.checkpoints):
             if left.exists():
                 raise UsageError(f"{folder.path} holds {left.name} of a run without config.toml; give another --out")
         parent = next(p for p in (folder.path, *folder.path.absolute().parents) if p.exists())

@@ -24,6 +24,7 @@ TABLE: dict[str, dict[str, str]] = {
         "diloco": "thinwire.strategies.local_sgd:DiLoCo",
         "daso": "thinwire.strategies.daso:DASO",
         "ab": "thinwire.strategies.ab:AB",
+        "ist": "thinwire.strategies.ist:IST",
     },
     "reducers": {
         "mean": "thinwire.reducers.mean:mean",

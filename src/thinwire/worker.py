@@ -14,6 +14,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from thinwire import checkpoint, registry
+from thinwire.assembly import Streamed, export
 from thinwire.checkpoint import Checkpoints
 from thinwire.comm.base import Comm
 from thinwire.comm.joining import join
@@ -203,7 +204,7 @@ class Run:
 
     def _test_and_record(self, samples_per_second: float) -> dict[str, Any]:
         with self.comm.ledger.purpose("eval"):
-            model = self.strategy.consolidate()
+            model = self.strategy.to_test()
         tested = self._tested(model)
         with self.comm.ledger.purpose("eval"):
             train_loss = self.comm.mean(torch.tensor(self.at.loss_sum / self.at.batch, dtype=torch.float64))
@@ -232,7 +233,7 @@ class Run:
         return row
 
     def _finish(self) -> dict[str, Any]:
-        model = self.strategy.consolidate()
+        model = self.strategy.to_test()
         small = self._factored()
         assert self.at.value is not None
         assert self.at.best is not None
@@ -243,8 +244,11 @@ class Run:
             value=self.at.value, best=self.at.best, parameters=self.num_parameters, consolidated=model, small=small,
             everyone=everyone, nodes=len(set(self.comm.nodes)), device=self.device,
         )  # fmt: skip
+        if isinstance(model, Streamed):
+            export(self.folder.sharded_model, model, replace=True)
         if self.comm.rank == 0:
-            checkpoint.save_model(model, self.folder.model)
+            if not isinstance(model, Streamed):
+                checkpoint.save_model(model, self.folder.model)
             if small is not None:
                 checkpoint.save_model(small.model, self.folder.factored_model)
             self.folder.save_summary(summary)

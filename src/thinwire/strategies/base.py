@@ -42,12 +42,17 @@ class Strategy(Protocol):
     """A way to train one model on many ranks."""
 
     shard: Shard  # which part of each batch this rank reads
+    ragged: bool = False  # whether ranks may have different numbers of batches in an epoch
 
     def begin_epoch(self, num_steps: int | None) -> None:
         """An epoch begins, of so many steps if that is known."""
 
     def step(self, batch: Batch) -> Tensor:
         """One local update and whatever communication is due; returns this rank's loss."""
+
+    def idle(self) -> None:
+        """A step of others for which this rank has no batch; only where ranks may have different numbers of them."""
+        raise NotImplementedError
 
     def end_epoch(self) -> None:
         """An epoch is over: bring together what drifted apart. Collective."""
@@ -61,6 +66,10 @@ class Strategy(Protocol):
 
         `factored` leaves low-rank layers as two thin ones, where the strategy has any.
         """
+
+    def to_test(self) -> nn.Module:
+        """The whole trained model to run in eval mode, by all ranks equally often. Collective."""
+        return self.consolidate()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that this rank needs to go on exactly."""
@@ -90,6 +99,12 @@ class Learner:
         for name, state in (states or {}).items():
             if state and name in trainable:
                 self.optimizer.state[trainable[name]] = state
+
+    def let_go(self) -> None:
+        """Hold no model and remember nothing of one, until another is set and `renew` is called."""
+        self.model = nn.Module()
+        self.optimizer.state.clear()
+        self.optimizer.param_groups.clear()
 
     def backward(self, batch: Batch, exchange: Exchange, exchanging: bool = True) -> Tensor:
         """Gradients of the mean loss over the batch, in `accumulate` pieces, exchanged or not; returns that loss."""
@@ -168,8 +183,13 @@ def replicate(model: nn.Module, comm: Comm) -> None:
     before = [t.detach().clone() for t in tensors]
     with comm.ledger.purpose("start"):
         in_one_go(tensors, comm.broadcast)
-        changed = not all(torch.equal(old, t) or old.isnan().any() for old, t in zip(before, tensors, strict=True))
-        others = int(torch.cat(comm.gather(torch.tensor([changed], dtype=torch.uint8))).sum())
+        tell_if_changed(before, tensors, comm)
+
+
+def tell_if_changed(before: Sequence[Tensor], after: Sequence[Tensor], comm: Comm) -> None:
+    """Say how many ranks do not begin with the weights that they were given. Collective."""
+    changed = not all(torch.equal(old, new) or old.isnan().any() for old, new in zip(before, after, strict=True))
+    others = int(torch.cat(comm.gather(torch.tensor([changed], dtype=torch.uint8))).sum())
     if others and comm.rank == 0:
         say(f"thinwire: the model differed between ranks; {others} of {comm.size} now begin with rank 0's weights")
 

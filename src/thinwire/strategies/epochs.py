@@ -17,8 +17,9 @@ from thinwire.strategies.base import Strategy
 def epoch(trainer: Strategy, batches: Iterable[Batch], comm: Comm) -> Iterator[Batch]:
     """The batches of one epoch, equally many on every rank, and then the epoch's end. Collective.
 
-    Ranks may have different numbers of batches: all stop with the shortest, and say so. They agree on that once, or,
-    where a number cannot be told beforehand, before every batch. Whoever leaves the loop early ends the epoch with
+    Ranks may have different numbers of batches: all stop with the shortest, and say so, unless the strategy can do
+    without some of them for a while, as ist can. They agree on that once, or, where a number cannot be told beforehand,
+    before every batch, and then all stop with the shortest. Whoever leaves the loop early ends the epoch with
     `trainer.end_epoch()`.
 
     >>> import thinwire as tw, torch
@@ -43,6 +44,12 @@ def _equally_many(trainer: Strategy, batches: Iterable[Batch], comm: Comm) -> It
             return [int(number) for number in comm.gather(torch.tensor([mine]))]
 
     numbers = gathered(_length(batches))
+    if trainer.ragged and min(numbers) >= 0:
+        trainer.begin_epoch(max(numbers))
+        yield from itertools.islice(batches, numbers[comm.rank])
+        for _ in range(max(numbers) - numbers[comm.rank]):
+            trainer.idle()
+        return
     trainer.begin_epoch(min(numbers) if min(numbers) >= 0 else None)
     if min(numbers) >= 0:
         if min(numbers) < max(numbers) and comm.rank == 0:

@@ -1,12 +1,14 @@
-"""What an optimizer remembers of a weight, when that weight becomes two factors."""
+"""What an optimizer remembers of a weight, when that weight becomes two factors or is cut."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from thinwire.errors import UsageError
+from thinwire.optim import OptimizerFactory
 from thinwire.surgery.lowrank import Factored
 
 State = dict[str, Any]  # of one parameter: moments as tensors of its shape, counters
@@ -49,6 +51,33 @@ def _fitted(moment: Tensor, like: Tensor) -> Tensor:
     made = torch.zeros_like(like, dtype=moment.dtype)
     made[common] = moment[common]
     return made
+
+
+def kinds_of_state(
+    optimizer: OptimizerFactory, device: torch.device, carried: bool
+) -> tuple[dict[str, torch.dtype], State]:
+    """What an optimizer remembers of a parameter: moments of its shape, with their dtypes, and counters at the start.
+
+    It is asked to take a step. Nothing is found where nothing shall be carried.
+    """
+    if not carried:
+        return {}, {}
+    parameter = nn.Parameter(torch.zeros(2, 3, device=device))
+    asked = optimizer([parameter])
+    parameter.grad = torch.zeros_like(parameter)
+    asked.step()
+    state = asked.state[parameter]
+    shaped = {key: value.dtype for key, value in state.items() if isinstance(value, Tensor) and value.shape == (2, 3)}
+    others = {key: value for key, value in state.items() if key not in shaped and value is not None}
+    if odd := [key for key, value in others.items() if isinstance(value, Tensor) and value.dim()]:
+        raise UsageError(
+            f"{type(asked).__name__} remembers {odd[0]}, which has not the shape of its parameter and cannot be cut; "
+            "try optimizer_state=reset"
+        )
+    zeros = {
+        key: torch.zeros_like(value) if isinstance(value, Tensor) else type(value)() for key, value in others.items()
+    }
+    return shaped, zeros
 
 
 def copied(state: State, device: torch.device | None = None) -> State:

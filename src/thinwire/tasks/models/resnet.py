@@ -62,6 +62,12 @@ class Residual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.relu(self.body(x) + self.shortcut(x))
 
+    @property
+    def thinwire_branches(self) -> list[str]:
+        """What a branch ends with; a block that changes the size of the image can not be left out."""
+        last = len(self.body) - 1
+        return [f"body.{last}.weight", f"body.{last}.bias"] if isinstance(self.shortcut, nn.Identity) else []
+
 
 def _conv_norm(inputs: int, outputs: int, size: int, stride: int = 1) -> list[nn.Module]:
     convolution = nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)

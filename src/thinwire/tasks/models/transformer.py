@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import UsageError
+from thinwire.surgery.axes import Axis
 
 
 class Block(nn.Module):
@@ -14,6 +15,7 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int, *, causal: bool, dropout: float = 0.0) -> None:
         super().__init__()
         self.heads = heads
+        self.head_width = width // heads
         self.causal = causal
         self.norm1 = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
@@ -28,11 +30,20 @@ class Block(nn.Module):
         return out
 
     def attention(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        batch, length, _ = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, self.head_width).permute(2, 0, 3, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
+
+    @property
+    def thinwire_axes(self) -> list[Axis]:
+        """Heads; hidden units of the MLP are found without help."""
+        return [Axis(self.heads, {"qkv.weight": (0, 3), "qkv.bias": (0, 3)}, {"out.weight": 1}, {"heads": 1})]
+
+    @property
+    def thinwire_branches(self) -> list[str]:
+        return ["out.weight", "out.bias", "mlp.2.weight", "mlp.2.bias"]
 
 
 def check_heads(model: str, width: int, heads: int) -> None:

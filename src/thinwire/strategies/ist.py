@@ -1,0 +1,311 @@
+"""Independent subnet training: every rank trains a narrow network of its own, made of units that it was dealt."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from thinwire.assembly import Streamed, assembled, calibrate, export, free_bytes
+from thinwire.comm.base import Comm
+from thinwire.data import Batch, Shard
+from thinwire.errors import RunError, UsageError
+from thinwire.homes import Homes, Report
+from thinwire.overlap import Alone
+from thinwire.progress import say_once
+from thinwire.strategies.base import Learner, Recipe, Strategy, tell_if_changed
+from thinwire.surgery.attention import open_attention
+from thinwire.surgery.axes import Axis, axes_of, blocks_of
+from thinwire.surgery.moments import State, copied, kinds_of_state
+from thinwire.surgery.slices import Hand, Slices, deal, eased, hollow, initialised, narrow, tensors_of
+from thinwire.surgery.standard import standard
+
+Tensors = dict[str, Tensor]
+
+
+class IST(Strategy):
+    """Narrow networks of units dealt at random, trained apart and put together again.
+
+    Each round the units of every hidden layer are dealt out: W_l^w = W_l[I_l^w, I_{l−1}^w], of the same depth on every
+    rank w. For `local_steps` steps each rank trains its own on its own data, and nothing is sent. Then slices go home,
+    and new ones are dealt. Elements whose two ends went to different ranks stay home as they are; what all have is
+    averaged. Wire bytes per rank and round, of n ranks: 2(n−1)/n·4·P_sub, of P_sub elements of a narrow network (of an
+    MLP with layers h: h₀h₁/n + Σ h_l·h_{l+1}/n² + h_L·C/n), and as much again for each moment that is carried. Memory
+    per rank: P_sub·(2 + s) + P/n·(1 + s if carried), of s moments per parameter. The model that you give is emptied.
+
+    Yuan et al., "Distributed Learning of Fully Connected Neural Networks using Independent Subnet Training", VLDB 2022.
+    Blocks: Dun et al., "ResIST: Layer-Wise Decomposition of ResNets for Distributed Training", 2022.
+    """
+
+    ragged = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        comm: Comm,
+        /,
+        *,
+        local_steps: PositiveInt = 16,  # τ: from one deal to the next; higher = fewer bytes, units mix less often
+        cut: Literal[
+            "units", "blocks"
+        ] = "units",  # units or blocks: hidden units, channels and heads, or residual blocks
+        scale: Literal[
+            "train", "eval", "norm"
+        ] = "eval",  # train: sums ×n there; eval: ×1/n here; norm: norms see to it
+        optimizer_state: Literal["carry", "reset"] = "carry",  # carry or reset: moments travel with their slice, or not
+        shares: Literal["equal", "measured"] | list[PositiveFloat] = "equal",  # equal, measured, or one for each rank
+        calibration: NonNegativeInt = 8,  # batches kept on their rank to measure BatchNorm's statistics of the whole
+        whole_gb: PositiveFloat | None = None,  # largest model that a rank puts together; default: what is free
+        seed: Annotated[int, Field(ge=0)] = 0,  # of the deals
+    ) -> None:
+        self.shard = Shard(comm.rank, comm.size)
+        self.comm, self.recipe = comm, recipe
+        self.local_steps, self.scale, self.seed, self.whole_gb = local_steps, scale, seed, whole_gb
+        self.is_measured = shares == "measured"
+        self.shares = [1.0] * comm.size if isinstance(shares, str) else [float(share) for share in shares]
+        if len(self.shares) != comm.size:
+            raise UsageError(f"ist: {len(self.shares)} shares for {comm.size} ranks; give one for each rank")
+        self.skeleton, self.slices = model, _sliced(model, comm.size, cut, scale)
+        self.homes = self._moved_in(model)
+        carried = optimizer_state == "carry" or comm.size == 1
+        kinds, self.counts = kinds_of_state(recipe.optimizer, self.homes.device, carried)
+        trained = [name for name, p in model.named_parameters() if p.requires_grad]
+        self.moments = {
+            kind: Homes(self.slices, comm, self.homes.device, trained, dtype) for kind, dtype in kinds.items()
+        }
+        self.counters: dict[str, State] = {}  # what else the optimizer remembers: it has no shape to cut
+        self.recent: deque[Tensor] = deque(maxlen=calibration if _has_statistics(model) else 0)
+
+        self.round = 0
+        self.num_here = 0  # steps of this round, with those that this rank had no batch for
+        self.num_trained = 0  # steps of this round
+        self.seconds = 0.0  # that they took
+        self.hands = self._dealt()
+        for name, factor in self._factors().items():
+            self.homes.parts[name] /= factor  # the whole network is the one that was given
+        self.model = self._narrow(self.homes.deal(self.hands))
+        self.learner = Learner(self.model, recipe)
+        self.exchange = Alone(self.model)
+
+    # ---- training
+
+    def begin_epoch(self, num_steps: int | None) -> None:
+        pass
+
+    def step(self, batch: Batch) -> Tensor:
+        self._turn_if_due()
+        begin = time.perf_counter()
+        loss = self.learner.backward(batch, self.exchange)
+        self.learner.update()
+        self.seconds += time.perf_counter() - begin
+        if self.recent.maxlen:
+            self.recent.append(batch[0].to(self.homes.device))
+        self.num_here += 1
+        self.num_trained += 1
+        return loss
+
+    def idle(self) -> None:
+        """Take part in rounds of others: this rank's units go home as they came."""
+        self._turn_if_due()
+        self.num_here += 1
+        self.learner.num_steps += 1
+
+    def end_epoch(self) -> None:
+        """Nothing: rounds go on over the ends of epochs."""
+
+    def _turn_if_due(self) -> None:
+        if self.num_here == self.local_steps:
+            self._send_home()
+            self._begin_round()
+
+    def _send_home(self) -> None:
+        tensors, moments = self._trained()
+        if self.moments:
+            self.counters |= {name: self._counts_of(p) for name, p in self.model.named_parameters() if p.requires_grad}
+        report = self._report()
+        self.model = nn.Module()  # so that nothing else holds what leaves
+        self.exchange = Alone(self.model)
+        self.learner.let_go()
+        reports = self.homes.collect(tensors, self.hands, report)
+        for kind, homes in self.moments.items():
+            homes.collect(moments.pop(kind), self.hands, report)
+        if self.is_measured:
+            self.shares = _balanced(self.shares, reports)
+        self.round += 1
+
+    def _begin_round(self) -> None:
+        self.hands = self._dealt()
+        self.model = self.learner.model = self._narrow(self.homes.deal(self.hands))
+        self.exchange = Alone(self.model)
+        moments = {kind: homes.deal(self.hands) for kind, homes in self.moments.items()}
+        anothers = next(iter(self.counters.values()), self.counts)
+        self.learner.renew(
+            {
+                name: copied(self.counters.get(name, anothers)) | {kind: moments[kind][name] for kind in moments}
+                for name, p in self.model.named_parameters()
+                if moments and p.requires_grad
+            }
+        )
+        self.num_here, self.num_trained, self.seconds = 0, 0, 0.0
+
+    def _dealt(self) -> list[Hand]:
+        return deal([axis.size for axis in self.slices.axes], self.shares, self.seed, self.round)
+
+    def _narrow(self, tensors: Tensors) -> nn.Module:
+        return narrow(self.skeleton, self.slices, self.hands[self.comm.rank], tensors, scaled=self.scale == "train")
+
+    def _trained(self) -> tuple[Tensors, dict[str, Tensors]]:
+        """The tensors of this rank's network, and by kind what its optimizer remembers of them."""
+        state = self.learner.optimizer.state
+        parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        moments = {
+            kind: {name: state.get(p, {}).get(kind, torch.zeros_like(p)) for name, p in parameters.items()}
+            for kind in self.moments
+        }
+        return {name: t.detach() for name, t in tensors_of(self.model).items()}, moments
+
+    def _counts_of(self, parameter: Tensor) -> State:
+        state = self.learner.optimizer.state.get(parameter) or self.counts
+        return {key: value for key, value in state.items() if key not in self.moments}
+
+    def _report(self) -> Report:
+        if self.is_measured and self.homes.device.type == "cuda":
+            begin = time.perf_counter()
+            torch.cuda.synchronize(self.homes.device)
+            self.seconds += time.perf_counter() - begin
+        return Report(self.num_trained, self.seconds)
+
+    # ---- the whole network
+
+    def status(self) -> dict[str, Any]:
+        """The round, each rank's share of the units, and the size of this rank's network."""
+        shares = [share / sum(self.shares) for share in self.shares]
+        return {"round": self.round, "shares": shares, "subnet": self.slices.count(self.hands[self.comm.rank])}
+
+    def consolidate(self, factored: bool = False) -> nn.Module:
+        """The whole network on every rank; refused where it does not fit: see `to_test` and `export`."""
+        if not self._fits():
+            raise RunError(
+                f"the whole network takes {self.homes.num_bytes / 1e9:.3g} GB, more than some rank has room for; "
+                "trainer.to_test() runs it layer by layer, trainer.export(folder) writes it to files, and "
+                "ist(whole_gb=…) sets the limit"
+            )
+        with self.comm.ledger.purpose("sync", instead_of="train"):
+            whole = assembled(self.skeleton, self._collected(), self._factors())
+            calibrate(whole, self.recent, self.comm, self.recipe.autocast)
+        return whole
+
+    def to_test(self) -> nn.Module:
+        """The whole network or, where that does not fit, one that fetches each layer when it runs."""
+        if self._fits():
+            return self.consolidate()
+        if self.comm.rank == 0:
+            say_once("ist: the whole network does not fit on every rank, so it is tested layer by layer")
+        return self._streamed()
+
+    def export(self, folder: Path | str, max_gb: float = 1.0) -> None:
+        """Write the whole network as safetensors files of at most so many GB; no rank holds more. Collective."""
+        with self.comm.ledger.purpose("sync", instead_of="train"):
+            export(Path(folder), self._streamed(), int(1e9 * max_gb))
+
+    def _streamed(self) -> Streamed:
+        with self.comm.ledger.purpose("sync", instead_of="train"):
+            model = Streamed(self.skeleton, self._collected(), self._factors())
+            calibrate(model, self.recent, self.comm, self.recipe.autocast)
+        return model
+
+    def _collected(self) -> Homes:
+        """Homes as they were if the round ended now."""
+        homes = self.homes.copy()
+        homes.collect(self._trained()[0], self.hands, self._report())
+        return homes
+
+    def _factors(self) -> dict[str, float]:
+        return eased(self.slices, self.hands) if self.scale == "eval" and self.comm.size > 1 else {}
+
+    def _fits(self) -> bool:
+        limit = 1e9 * self.whole_gb if self.whole_gb else free_bytes(self.homes.device, self.comm)
+        with self.comm.ledger.purpose("sync", instead_of="train"):
+            return bool(self.comm.min(torch.tensor([self.homes.num_bytes <= limit], dtype=torch.uint8)))
+
+    # ---- states
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "learner": self.learner.state_dict(), "homes": self.homes.parts,
+            "moments": {kind: homes.parts for kind, homes in self.moments.items()}, "counters": self.counters,
+            "recent": list(self.recent), "shares": self.shares, "round": self.round, "seed": self.seed,
+            "num_here": self.num_here, "num_trained": self.num_trained, "seconds": self.seconds,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if len(state["shares"]) != self.comm.size or state["moments"].keys() != self.moments.keys():
+            raise RunError("the saved state is of another number of ranks or another optimizer; use the same ones")
+        self.round, self.shares, self.seed = state["round"], list(state["shares"]), state["seed"]
+        self.num_here, self.num_trained, self.seconds = state["num_here"], state["num_trained"], state["seconds"]
+        self.counters = {name: copied(counts) for name, counts in state["counters"].items()}
+        self.recent.clear()
+        self.recent.extend(x.to(self.homes.device) for x in state["recent"])
+        for homes, parts in (
+            (self.homes, state["homes"]),
+            *((self.moments[k], state["moments"][k]) for k in self.moments),
+        ):
+            for name, part in homes.parts.items():
+                part.copy_(parts[name])
+        self.hands = self._dealt()
+        trained = {name: t.to(self.homes.device, copy=True) for name, t in state["learner"]["model"].items()}
+        self.model = self.learner.model = self._narrow(trained)
+        self.exchange = Alone(self.model)
+        self.learner.renew()
+        self.learner.load_state_dict(state["learner"])
+
+    # ---- how it begins
+
+    def _moved_in(self, model: nn.Module) -> Homes:
+        """The model's tensors in their homes, rank 0's of each; the model is left empty."""
+        is_empty = any(t.is_meta for t in tensors_of(model).values())
+        device = torch.get_default_device() if is_empty else next(model.parameters()).device
+        homes = Homes(self.slices, self.comm, device, self.slices.tensors)
+        with self.comm.ledger.purpose("start"):
+            given = (initialised(model, device) if self.comm.rank == 0 else {}) if is_empty else hollow(model)
+            homes.fill(given)
+            own = [homes.part_of(name, tensor) for name, tensor in given.items()]
+            tell_if_changed(own, [homes.parts[name] for name in given], self.comm)
+        return homes
+
+
+def _sliced(model: nn.Module, ranks: int, cut: str, scale: str) -> Slices:
+    """What can be dealt of a model, or an error that leaves it as it was."""
+    open_attention(model)
+    try:
+        slices = Slices(model, blocks_of(model) if cut == "blocks" else axes_of(model))
+        slices.check_width(ranks)
+        if scale == "norm":
+            bare = [next(iter(axis.used_by)) for axis in slices.axes if isinstance(axis, Axis) and not axis.normed]
+            if bare or cut == "blocks":
+                raise UsageError(f"scale=norm, but no norm follows {(bare or ['a block'])[0]}; try train or eval")
+    except UsageError as error:
+        standard(model)
+        raise UsageError(f"ist: {error}") from None
+    return slices
+
+
+def _has_statistics(model: nn.Module) -> bool:
+    return any(isinstance(m, _BatchNorm) and m.track_running_stats for m in model.modules())
+
+
+def _balanced(shares: list[float], reports: list[Report]) -> list[float]:
+    """Shares with which a step takes equally long everywhere, half of the way; the mean stays 1."""
+    if not all(report.steps and report.seconds for report in reports):
+        return shares
+    moved = [
+        share * (report.seconds / report.steps) ** -0.5 for share, report in zip(shares, reports, strict=True)
+    ]  # fmt: skip
+    return [len(moved) * share / sum(moved) for share in moved]
