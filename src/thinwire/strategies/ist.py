@@ -90,7 +90,8 @@ class IST(Strategy):
         self.hands = self._dealt()
         for name, factor in self._factors().items():
             self.homes.parts[name] /= factor  # the whole network is the one that was given
-        self.model = self._narrow(self.homes.deal(self.hands))
+        with comm.ledger.purpose("start"):
+            self.model = self._narrow(self.homes.deal(self.hands))
         self.learner = Learner(self.model, recipe)
         self.exchange = Alone(self.model)
 
