@@ -160,6 +160,49 @@ def test_factors_trained_on_a_gpu_are_those_of_a_cpu(process_world: ProcessWorld
             torch.testing.assert_close(straight[name], value, rtol=1e-3, atol=1e-4)
 
 
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 0.01)
+
+
+def dealt(comm: Comm, spec: str, device: str, optimizer: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
+    """Train narrow networks, stop in mid-round and go on in a new trainer; then test the whole layer by layer."""
+    strategies = [
+        tw.prepare(
+            spec, model=copy.deepcopy(NET).to(device), optimizer=optimizer, loss=nn.functional.cross_entropy, comm=comm
+        )
+        for _ in range(2)
+    ]
+    data = batches(14, 24)
+    steps(strategies[0], data[:9])
+    strategies[1].load_state_dict(on_cpu(strategies[0].state_dict()))
+    for strategy in strategies:
+        steps(strategy, data[9:])
+    wholes = [strategy.consolidate().eval() for strategy in strategies]
+    strategies[0].whole_gb = 1e-9
+    inputs = data[0][0].to(device)
+    with torch.no_grad():
+        streamed = torch.allclose(strategies[0].to_test().eval()(inputs), wholes[0](inputs), rtol=1e-4, atol=1e-5)
+    first, second = ({name: t.cpu() for name, t in weights(whole).items()} for whole in wholes)
+    assert next(strategies[0].model.parameters()).device.type == device
+    return first, second, streamed
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adam])
+@pytest.mark.parametrize("options", ["", ", scale=train", ", optimizer_state=reset"])
+def test_narrow_networks_on_a_gpu_are_those_of_a_cpu(
+    process_world: ProcessWorlds, options: str, optimizer: Any
+) -> None:
+    spec = f"ist(local_steps=4{options})"
+    on_gpu = process_world.run(dealt, 4, spec, "cuda", optimizer)
+    expected = on_threads(dealt, 4, spec, "cpu", optimizer)[0][0]
+    for straight, resumed, streamed in on_gpu:
+        assert same(straight, resumed)
+        assert same(straight, on_gpu[0][0])
+        assert streamed
+        for name, value in expected.items():
+            torch.testing.assert_close(straight[name], value, rtol=1e-2, atol=1e-3)
+
+
 def test_nccl_gives_cpu_tensors_back_whole() -> None:
     """A world of one on nccl: results of CPU tensors are copied off the GPU before anybody reads them."""
     with tw.join(backend="nccl", device="cuda:0") as comm:
