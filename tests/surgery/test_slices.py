@@ -150,7 +150,9 @@ def test_a_narrow_network_is_the_whole_one_without_the_units_of_others(name: str
             assert isinstance(axis, Axis)
             for key, along in axis.used_by.items():
                 dim, repeats = (along, 1) if isinstance(along, int) else along
-                mask = torch.zeros(axis.size).index_fill(0, units, axis.size / len(units) if scaled else 1.0)
+                mask = torch.zeros(axis.size).index_fill(
+                    0, units, axis.size / len(units) if scaled and not axis.normed else 1.0
+                )
                 inner = tensors[key].shape[dim] // (repeats * axis.size)
                 mask = mask.repeat(repeats).repeat_interleave(inner)
                 masked[key] *= mask.view(-1, *[1] * (tensors[key].dim() - dim - 1))

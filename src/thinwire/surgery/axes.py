@@ -67,6 +67,7 @@ class Blocks:
     """Whole residual blocks x + branch(x), and of each the tensors that end its branches."""
 
     branches: Mapping[str, tuple[str, ...]]
+    normed = False
 
     @property
     def size(self) -> int:

@@ -221,11 +221,11 @@ def narrow(model: nn.Module, slices: Slices, hand: Hand, tensors: Mapping[str, T
     """The narrow network of one rank's units, of the same depth, from its parts of the tensors.
 
     Blocks that others have are left out. With `scaled`, what takes units in gets them times (all / those here), so that
-    sums are as large as in the whole network.
+    sums are as large as in the whole network, unless a norm follows.
     """
     made = filled(model, tensors)
     for axis, units in zip(slices.axes, hand, strict=True):
-        times = axis.size / len(units) if scaled else 1.0
+        times = axis.size / len(units) if scaled and not axis.normed else 1.0
         if isinstance(axis, Blocks):
             for i, (block, ends) in enumerate(axis.branches.items()):
                 if i not in units:
@@ -264,6 +264,8 @@ def eased(slices: Slices, hands: Sequence[Hand]) -> dict[str, float]:
     """What to multiply tensors of the whole network by, so that its sums are as large as those of narrow ones."""
     factors: dict[str, float] = {}
     for number, axis in enumerate(slices.axes):
+        if axis.normed:
+            continue
         share = sum(len(hand[number]) for hand in hands) / (len(hands) * axis.size)
         ends = (
             [end for branch in axis.branches.values() for end in branch] if isinstance(axis, Blocks) else axis.used_by
