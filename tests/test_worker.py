@@ -285,6 +285,42 @@ def check_factored(folder: Path, summary: dict[str, Any]) -> None:
     assert {name for name, (rank, largest) in row["ranks"].items() if rank < largest} == names
 
 
+NARROW = {
+    "strategy": "ist(local_steps=7)", "model": "mlp(width=32, norm=True)", "optimizer": "adamw", "lr": 0.01,
+    "epochs": 2, "checkpoint_every": 1, "keep": 1000,
+}  # fmt: skip
+
+
+def narrow_networks(comm: Comm, folder: str) -> None:
+    """A run, the same stopped in mid-round and gone on, and the same where no rank has room for the whole network."""
+    train(comm, {**NARROW, "out": Path(folder, "whole")})
+    go_on_from(comm, 26, NARROW, folder, "cut")
+    for _ in range(2):  # the second goes on with the first
+        sharded = {**NARROW, "strategy": "ist(local_steps=7, whole_gb=1e-6)", "out": Path(folder, "sharded")}
+        train(comm, {**sharded, "resume": Path(folder, "sharded", "config.toml").exists()})
+
+
+def test_narrow_networks_go_on_exactly_and_are_tested_and_written_in_parts(
+    process_world: ProcessWorlds, tmp_path: Path
+) -> None:
+    process_world.run(narrow_networks, 3, str(tmp_path))
+    whole, cut, sharded = (tmp_path / name for name in ("whole", "cut", "sharded"))
+    assert same_files(whole, cut)
+    for file in ("metrics.jsonl", "ledger.jsonl"):
+        assert timeless(whole, file) == timeless(cut, file)
+    assert not (sharded / "model.safetensors").exists()
+    index = json.loads((sharded / "model" / "model.safetensors.index.json").read_text())
+    found = {n: t for file in (sharded / "model").glob("*.safetensors") for n, t in load_file(file).items()}
+    expected = load_file(whole / "model.safetensors")
+    assert index["weight_map"].keys() == found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor)
+    for one, other in zip(read_rows(whole / "metrics.jsonl"), read_rows(sharded / "metrics.jsonl"), strict=True):
+        assert one["test_accuracy"] == pytest.approx(other["test_accuracy"], abs=0.3)
+        assert one["train_loss"] == other["train_loss"]
+        assert one["round"] == (one["step"] - 1) // 7
+
+
 def without_residual(comm: Comm, folder: str) -> str:
     """Take one residual out of the newest checkpoint of a run, and make its manifest fit again."""
     for manifest in Path(folder).glob(f"checkpoints/*/rank-{comm.rank}.json"):
