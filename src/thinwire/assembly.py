@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from thinwire.checkpoint import save_tensors
-from thinwire.comm.base import Comm, in_one_go, num_bytes
-from thinwire.errors import UsageError
+from thinwire.comm.base import Comm, gather_json, in_one_go, num_bytes
+from thinwire.errors import RunError, UsageError
 from thinwire.homes import Homes
 from thinwire.records import write_text
 from thinwire.surgery.slices import filled, tensors_of
@@ -51,6 +51,7 @@ class Streamed(nn.Module):
             for module in self.model.modules()
         }
         for module, names in self.names.items():
+            self._drop(module)
             if names:
                 module.register_forward_pre_hook(self._fetch)
                 module.register_forward_hook(self._drop, always_call=True)
@@ -65,41 +66,63 @@ class Streamed(nn.Module):
         for key, name in names.items():
             module._parameters[key] = nn.Parameter(_times(tensors[name], self.factors.get(name)), requires_grad=False)
 
-    def _drop(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _drop(self, module: nn.Module, inputs: Any = None, output: Any = None) -> None:
         for key in self.names[module]:
-            module._parameters[key] = nn.Parameter(module._parameters[key].to("meta"), False)  # type: ignore[union-attr]
+            there = module._parameters[key]
+            assert there is not None
+            module._parameters[key] = _Away(there.to("meta"), False)
+
+
+class _Away(nn.Parameter):
+    """A parameter that is not here. On the meta device torch would compute with whatever is in memory."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ not in ("__get__", "numel", "element_size", "dim", "size", "to", "detach", "__repr__"):
+            raise RunError(
+                "a weight is read by something else than its own layer, so this network cannot be run layer by layer; "
+                "ist(whole_gb=…) says how large a network may be that is put together"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 @torch.no_grad()
 def calibrate(model: nn.Module, recent: Iterable[Tensor], comm: Comm, autocast: bool) -> None:
     """Measure BatchNorm's statistics of a whole network, whose sums have more terms than narrow ones. Collective.
 
-    Each rank runs it on its own inputs; what they find is averaged over ranks. With no inputs anywhere, or somewhere
-    if the network is streamed, statistics stay as they are.
+    Each rank runs it on its own inputs; what they find is averaged over ranks. Frozen norms, those in eval mode, keep
+    their statistics, and so do all where no rank has inputs.
     """
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None and m.training]
     if not norms or comm.size == 1:
         return
     inputs = list(recent)
-    if isinstance(model, Streamed):
-        inputs = inputs[: int(comm.min(torch.tensor([len(inputs)])))]
-    total = int(comm.sum(torch.tensor([len(inputs)])))
+    about = gather_json(comm, [len(inputs), list(inputs[0].shape), str(inputs[0].dtype)] if inputs else [0, [], ""])
+    total, most = sum(number for number, _, _ in about), max(about)
     if not total:
         return
-    before = {norm: (norm.momentum, norm.training, norm.num_batches_tracked) for norm in norms}
-    was_training = model.training
+    before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     for norm in norms:
         norm.train()
-        norm.momentum, norm.num_batches_tracked = None, torch.zeros_like(before[norm][2])  # type: ignore[arg-type]
+        norm.momentum, norm.num_batches_tracked = None, torch.zeros_like(norm.num_batches_tracked)  # type: ignore[arg-type]
     for x in inputs:
         with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
             model(x)
     statistics = [b for norm in norms for b in (norm.running_mean, norm.running_var) if b is not None]
+    if isinstance(model, Streamed):  # whose layers are fetched by all ranks together
+        model.eval()
+        for _ in range(most[0] - len(inputs)):
+            model(
+                torch.zeros(most[1], dtype=getattr(torch, most[2].removeprefix("torch.")), device=statistics[0].device)
+            )
     in_one_go(statistics, lambda flat: comm.sum(flat * (len(inputs) / total)))
-    model.train(was_training)
-    for norm, (momentum, training, tracked) in before.items():
-        norm.momentum, norm.training, norm.num_batches_tracked = momentum, training, tracked
+    for module, training in modes.items():
+        module.training = training
+    for norm, momentum, tracked in before:
+        norm.momentum, norm.num_batches_tracked = momentum, tracked
 
 
 @torch.no_grad()
@@ -114,25 +137,34 @@ def export(folder: Path, model: Streamed, max_bytes: int = 10**9, *, replace: bo
         raise UsageError(f"export: {folder} exists already; choose a new folder")
     buffers = {name: t for name, t in tensors_of(model.model).items() if not isinstance(t, nn.Parameter)}
     files = _files(homes, max_bytes)
-    new = folder.with_name(f".{folder.name}.{os.getpid()}.new")
+    new, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{kind}") for kind in ("new", "old"))
     index: dict[str, str] = {}
+    error: Exception | None = None
     for number, names in enumerate(files, 1):
         tensors = {
             model.renamed[name]: buffers[name] if name in buffers else _times(t, model.factors.get(name))
             for name, t in homes.whole(names, root=0)
         }
-        if comm.rank == 0:
-            file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            save_tensors(tensors, new / file)
-            index |= dict.fromkeys(tensors, file)
-    if comm.rank == 0:
-        about = {"metadata": {"total_size": homes.num_bytes}, "weight_map": index}
-        write_text(new / "model.safetensors.index.json", json.dumps(about, indent=1))
-        old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-        if folder.exists():
-            folder.rename(old)
-        new.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
+        file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        index |= dict.fromkeys(tensors, file)
+        if comm.rank == 0 and error is None:  # the others go on sending: they cannot know
+            try:
+                save_tensors(tensors, new / file)
+            except RunError as failed:
+                error = failed
+    if comm.rank == 0 and error is None:
+        try:
+            about = {"metadata": {"total_size": homes.num_bytes}, "weight_map": index}
+            write_text(new / "model.safetensors.index.json", json.dumps(about, indent=1))
+            if folder.exists():
+                folder.rename(old)
+            new.rename(folder)
+        except (OSError, RunError) as failed:
+            error = failed
+    for scrap in (new, old) if comm.rank == 0 else ():
+        shutil.rmtree(scrap, ignore_errors=True)
+    if int(comm.max(torch.tensor([error is not None], dtype=torch.uint8))):
+        raise RunError(f"export: rank 0 could not write {folder}" + (f" ({error})" if error else ""))
 
 
 def free_bytes(device: torch.device, comm: Comm) -> float:

@@ -41,15 +41,15 @@ class Homes:
     """One rank's view of tensors that are spread over all ranks; `parts` is what lies here."""
 
     def __init__(
-        self, slices: Slices, comm: Comm, device: torch.device, names: Iterable[str], dtype: torch.dtype | None = None
+        self, slices: Slices, comm: Comm, device: torch.device, dtypes: Mapping[str, torch.dtype], fill: float = 0.0
     ) -> None:
         self.slices, self.comm, self.device = slices, comm, device
-        like = {name: slices.tensors[name] for name in names}
-        self.dtypes = {name: dtype or t.dtype for name, t in like.items()}
-        self.shapes = {name: tuple(t.shape) for name, t in like.items()}
+        self.dtypes, self.fill_value = dict(dtypes), fill
+        self.shapes = {name: tuple(slices.tensors[name].shape) for name in dtypes}
         self.dims = {name: shape.index(max(shape)) for name, shape in self.shapes.items() if shape}  # spread along
         self.parts = {
-            name: torch.zeros(self._shape(name, comm.rank), dtype=self.dtypes[name], device=device) for name in like
+            name: torch.full(self._shape(name, comm.rank), fill, dtype=dtype, device=device)
+            for name, dtype in self.dtypes.items()
         }
 
     def copy(self) -> Homes:
@@ -204,7 +204,9 @@ class Homes:
         box = torch.empty(sum(map(self._size, outgoing)), dtype=torch.uint8, device=self.device)
         at = 0
         for piece in (piece for some in outgoing for piece in some):
-            data = give(piece).contiguous().view(-1).view(torch.uint8)
+            tensor = give(piece)
+            assert tensor.dtype == self._dtype(piece), (piece.name, tensor.dtype)
+            data = tensor.contiguous().view(-1).view(torch.uint8)
             box[at : at + len(data)] = data
             at += len(data)
         return box
@@ -242,14 +244,19 @@ def _typed(data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
 
 
 def _mean(copies: list[tuple[float, Tensor]]) -> Tensor:
-    """x₀ + Σ wᵢ·(xᵢ − x₀): the weighted mean, and exactly x where all are x. Of whole numbers, the first."""
-    steps = [n for n, _ in copies]
-    total = sum(steps)
+    """x₀ + Σ wᵢ·(xᵢ − x₀): the weighted mean, and exactly x where all are x, be it infinite.
+
+    Of whole numbers, those of the rank that took most steps.
+    """
+    total = sum(n for n, _ in copies)
     first = copies[0][1]
-    if not first.is_floating_point() or len(copies) == 1:
+    if not (first.is_floating_point() or first.is_complex()):
+        return max(copies, key=lambda copy: copy[0])[1]
+    if len(copies) == 1:
         return first
     wide = first.to(torch.promote_types(first.dtype, torch.float32))
     mean = wide.clone()
     for n, other in copies[1:]:
-        mean += (n / total if total else 1 / len(copies)) * (other.to(wide.dtype) - wide)
+        apart = (other.to(wide.dtype) - wide).masked_fill(other == first, 0)
+        mean += (n / total if total else 1 / len(copies)) * apart
     return mean.to(first.dtype)

@@ -319,6 +319,34 @@ def test_layers_that_share_weights_are_left_whole() -> None:
     assert [axis.made_by.keys() for axis in axes_of(wrapped)] == [{"2.weight", "2.bias"}]
 
 
+def test_chains_end_where_units_would_not_be_on_their_own() -> None:
+    softmax = nn.Softmax(-1)
+    twice = nn.Sequential(
+        nn.Linear(6, 12), softmax, nn.Linear(12, 12), softmax, nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 3)
+    )
+    assert [axis.size for axis in axes_of(twice)] == [8]
+    with pytest.raises(tw.UsageError, match="no hidden units"):
+        axes_of(nn.Sequential(nn.Conv1d(1, 16, 1), nn.ReLU(), nn.Linear(16, 4)))  # of the length, not the channels
+    made_from_others = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.utils.spectral_norm(nn.Linear(4, 4)), nn.ReLU(),
+                                     nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))  # fmt: skip
+    assert [axis.made_by.keys() for axis in axes_of(made_from_others)] == [{"4.weight", "4.bias"}]
+
+
+@pytest.mark.parametrize(
+    ("norm", "bias", "absorbed"),
+    [
+        (nn.BatchNorm1d(4), True, True),
+        (nn.BatchNorm1d(4).eval(), True, False),
+        (nn.BatchNorm1d(4, track_running_stats=False), False, True),
+        (nn.LayerNorm(4), True, False),
+        (nn.LayerNorm(4), False, True),
+    ],
+)
+def test_a_norm_absorbs_a_factor_only_if_it_does(norm: nn.Module, bias: bool, absorbed: bool) -> None:
+    net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4, bias=bias), norm)
+    assert [axis.normed for axis in axes_of(net)] == [absorbed]
+
+
 def test_tied_weights_stay_tied_and_caches_stay_there() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

@@ -46,8 +46,10 @@ def _equally_many(trainer: Strategy, batches: Iterable[Batch], comm: Comm) -> It
     numbers = gathered(_length(batches))
     if trainer.ragged and min(numbers) >= 0:
         trainer.begin_epoch(max(numbers))
-        yield from itertools.islice(batches, numbers[comm.rank])
-        for _ in range(max(numbers) - numbers[comm.rank]):
+        given = 0
+        for given, mine in enumerate(itertools.islice(batches, numbers[comm.rank]), 1):  # noqa: B007
+            yield mine
+        for _ in range(max(numbers) - given):
             trainer.idle()
         return
     trainer.begin_epoch(min(numbers) if min(numbers) >= 0 else None)

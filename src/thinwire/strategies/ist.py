@@ -22,8 +22,19 @@ from thinwire.progress import say_once
 from thinwire.strategies.base import Learner, Recipe, Strategy, tell_if_changed
 from thinwire.surgery.attention import open_attention
 from thinwire.surgery.axes import Axis, axes_of, blocks_of
-from thinwire.surgery.moments import State, copied, kinds_of_state
-from thinwire.surgery.slices import Hand, Slices, deal, eased, hollow, initialised, narrow, tensors_of
+from thinwire.surgery.moments import Kind, State, copied, kinds_of_state
+from thinwire.surgery.slices import (
+    Hand,
+    Slices,
+    deal,
+    eased,
+    hollow,
+    initialised,
+    keep_caches,
+    narrow,
+    refuse_emptied,
+    tensors_of,
+)  # fmt: skip
 from thinwire.surgery.standard import standard
 
 Tensors = dict[str, Tensor]
@@ -68,19 +79,25 @@ class IST(Strategy):
         self.shard = Shard(comm.rank, comm.size)
         self.comm, self.recipe = comm, recipe
         self.local_steps, self.scale, self.seed, self.whole_gb = local_steps, scale, seed, whole_gb
+        self.options = [local_steps, cut, scale]
         self.is_measured = shares == "measured"
         self.shares = [1.0] * comm.size if isinstance(shares, str) else [float(share) for share in shares]
         if len(self.shares) != comm.size:
             raise UsageError(f"ist: {len(self.shares)} shares for {comm.size} ranks; give one for each rank")
         self.skeleton, self.slices = model, _sliced(model, comm.size, cut, scale)
-        self.homes = self._moved_in(model)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         carried = optimizer_state == "carry" or comm.size == 1
-        kinds, self.counts = kinds_of_state(recipe.optimizer, self.homes.device, carried)
-        trained = [name for name, p in model.named_parameters() if p.requires_grad]
+        device = _device(model)
+        kinds, self.counts = _remembered(recipe, trained, device) if carried else ({}, {})
+        self.homes = self._moved_in(model, device)
         self.moments = {
-            kind: Homes(self.slices, comm, self.homes.device, trained, dtype) for kind, dtype in kinds.items()
+            kind: Homes(
+                self.slices, comm, device, {name: k.dtype for name, k in of.items()}, next(iter(of.values())).start
+            )
+            for kind, of in kinds.items()
         }
         self.counters: dict[str, State] = {}  # what else the optimizer remembers: it has no shape to cut
+        self.uncalibrated = calibration == 0  # statistics are then those of narrow networks
         self.recent: deque[Tensor] = deque(maxlen=calibration if _has_statistics(model) else 0)
 
         self.round = 0
@@ -107,7 +124,7 @@ class IST(Strategy):
         self.learner.update()
         self.seconds += time.perf_counter() - begin
         if self.recent.maxlen:
-            self.recent.append(batch[0].to(self.homes.device))
+            self.recent.append(batch[0].detach().to(self.homes.device, copy=True))
         self.num_here += 1
         self.num_trained += 1
         return loss
@@ -122,7 +139,7 @@ class IST(Strategy):
         """Nothing: rounds go on over the ends of epochs."""
 
     def _turn_if_due(self) -> None:
-        if self.num_here == self.local_steps:
+        if self.num_here >= self.local_steps:
             self._send_home()
             self._begin_round()
 
@@ -131,6 +148,7 @@ class IST(Strategy):
         if self.moments:
             self.counters |= {name: self._counts_of(p) for name, p in self.model.named_parameters() if p.requires_grad}
         report = self._report()
+        keep_caches(self.model, self.skeleton)
         self.model = nn.Module()  # so that nothing else holds what leaves
         self.exchange = Alone(self.model)
         self.learner.let_go()
@@ -167,8 +185,11 @@ class IST(Strategy):
         state = self.learner.optimizer.state
         parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         moments = {
-            kind: {name: state.get(p, {}).get(kind, torch.zeros_like(p)) for name, p in parameters.items()}
-            for kind in self.moments
+            kind: {
+                name: state.get(p, {}).get(kind, torch.full_like(p, homes.fill_value, dtype=homes.dtypes[name]))
+                for name, p in parameters.items()
+            }
+            for kind, homes in self.moments.items()
         }
         return {name: t.detach() for name, t in tensors_of(self.model).items()}, moments
 
@@ -198,15 +219,12 @@ class IST(Strategy):
                 "trainer.to_test() runs it layer by layer, trainer.export(folder) writes it to files, and "
                 "ist(whole_gb=…) sets the limit"
             )
-        with self.comm.ledger.purpose("sync", instead_of="train"):
-            whole = assembled(self.skeleton, self._collected(), self._factors())
-            calibrate(whole, self.recent, self.comm, self.recipe.autocast)
-        return whole
+        return self._whole()
 
     def to_test(self) -> nn.Module:
         """The whole network or, where that does not fit, one that fetches each layer when it runs."""
         if self._fits():
-            return self.consolidate()
+            return self._whole()
         if self.comm.rank == 0:
             say_once("ist: the whole network does not fit on every rank, so it is tested layer by layer")
         return self._streamed()
@@ -216,9 +234,15 @@ class IST(Strategy):
         with self.comm.ledger.purpose("sync", instead_of="train"):
             export(Path(folder), self._streamed(), int(1e9 * max_gb))
 
+    def _whole(self) -> nn.Module:
+        with self.comm.ledger.purpose("sync", instead_of="train"):
+            whole = assembled(self.skeleton, self._collected(), self._factors(self.uncalibrated))
+            calibrate(whole, self.recent, self.comm, self.recipe.autocast)
+        return whole
+
     def _streamed(self) -> Streamed:
         with self.comm.ledger.purpose("sync", instead_of="train"):
-            model = Streamed(self.skeleton, self._collected(), self._factors())
+            model = Streamed(self.skeleton, self._collected(), self._factors(self.uncalibrated))
             calibrate(model, self.recent, self.comm, self.recipe.autocast)
         return model
 
@@ -228,8 +252,8 @@ class IST(Strategy):
         homes.collect(self._trained()[0], self.hands, self._report())
         return homes
 
-    def _factors(self) -> dict[str, float]:
-        return eased(self.slices, self.hands) if self.scale == "eval" and self.comm.size > 1 else {}
+    def _factors(self, all_axes: bool = False) -> dict[str, float]:
+        return eased(self.slices, self.hands, all_axes) if self.scale == "eval" and self.comm.size > 1 else {}
 
     def _fits(self) -> bool:
         limit = 1e9 * self.whole_gb if self.whole_gb else free_bytes(self.homes.device, self.comm)
@@ -243,12 +267,15 @@ class IST(Strategy):
             "learner": self.learner.state_dict(), "homes": self.homes.parts,
             "moments": {kind: homes.parts for kind, homes in self.moments.items()}, "counters": self.counters,
             "recent": list(self.recent), "shares": self.shares, "round": self.round, "seed": self.seed,
+            "options": self.options,
             "num_here": self.num_here, "num_trained": self.num_trained, "seconds": self.seconds,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if len(state["shares"]) != self.comm.size or state["moments"].keys() != self.moments.keys():
             raise RunError("the saved state is of another number of ranks or another optimizer; use the same ones")
+        if state["options"] != self.options:
+            raise RunError(f"the saved state is of (local_steps, cut, scale) {state['options']}, not {self.options}")
         self.round, self.shares, self.seed = state["round"], list(state["shares"]), state["seed"]
         self.num_here, self.num_trained, self.seconds = state["num_here"], state["num_trained"], state["seconds"]
         self.counters = {name: copied(counts) for name, counts in state["counters"].items()}
@@ -261,7 +288,11 @@ class IST(Strategy):
             for name, part in homes.parts.items():
                 part.copy_(parts[name])
         self.hands = self._dealt()
-        trained = {name: t.to(self.homes.device, copy=True) for name, t in state["learner"]["model"].items()}
+        trained = {
+            name: t.to(self.homes.device, copy=True)
+            for name, t in state["learner"]["model"].items()
+            if isinstance(t, Tensor)
+        }
         self.model = self.learner.model = self._narrow(trained)
         self.exchange = Alone(self.model)
         self.learner.renew()
@@ -269,25 +300,47 @@ class IST(Strategy):
 
     # ---- how it begins
 
-    def _moved_in(self, model: nn.Module) -> Homes:
+    def _moved_in(self, model: nn.Module, device: torch.device) -> Homes:
         """The model's tensors in their homes, rank 0's of each; the model is left empty."""
-        is_empty = any(t.is_meta for t in tensors_of(model).values())
-        device = torch.get_default_device() if is_empty else next(model.parameters()).device
-        homes = Homes(self.slices, self.comm, device, self.slices.tensors)
+        homes = Homes(self.slices, self.comm, device, {name: t.dtype for name, t in self.slices.tensors.items()})
+        given = {name: t for name, t in hollow(model).items() if not t.is_meta}
+        if self.comm.rank == 0 and len(given) < len(self.slices.tensors):
+            given = initialised(model, device) | given
         with self.comm.ledger.purpose("start"):
-            given = (initialised(model, device) if self.comm.rank == 0 else {}) if is_empty else hollow(model)
             homes.fill(given)
             own = [homes.part_of(name, tensor) for name, tensor in given.items()]
             tell_if_changed(own, [homes.parts[name] for name in given], self.comm)
         return homes
 
 
+def _device(model: nn.Module) -> torch.device:
+    """Where a model's tensors are; one without any goes where torch makes new ones."""
+    real = [t.device for t in tensors_of(model).values() if not t.is_meta]
+    return real[0] if real else torch.get_default_device()
+
+
+def _remembered(
+    recipe: Recipe, trained: dict[str, nn.Parameter], device: torch.device
+) -> tuple[dict[str, dict[str, Kind]], State]:
+    """By kind of moment, what it is of each parameter; and the optimizer's counters."""
+    asked = {
+        dtype: kinds_of_state(recipe.optimizer, torch.empty(0, dtype=dtype, device=device))
+        for dtype in {p.dtype: None for p in trained.values()}
+    }
+    kinds: dict[str, dict[str, Kind]] = {}
+    for name, parameter in trained.items():
+        for kind, about in asked[parameter.dtype][0].items():
+            kinds.setdefault(kind, {})[name] = about
+    return kinds, next(iter(asked.values()))[1] if asked else {}
+
+
 def _sliced(model: nn.Module, ranks: int, cut: str, scale: str) -> Slices:
     """What can be dealt of a model, or an error that leaves it as it was."""
+    refuse_emptied(model)
     open_attention(model)
     try:
         slices = Slices(model, blocks_of(model) if cut == "blocks" else axes_of(model))
-        slices.check_width(ranks)
+        slices.check(model, ranks, scale == "train")
         if scale == "norm":
             bare = [next(iter(axis.used_by)) for axis in slices.axes if isinstance(axis, Axis) and not axis.normed]
             if bare or cut == "blocks":
@@ -303,10 +356,14 @@ def _has_statistics(model: nn.Module) -> bool:
 
 
 def _balanced(shares: list[float], reports: list[Report]) -> list[float]:
-    """Shares with which a step takes equally long everywhere, half of the way; the mean stays 1."""
+    """Shares with which a step takes about equally long everywhere, half of the way there.
+
+    Pulled towards 1 and held between ¼ and 4, because time may not depend on units at all.
+    """
     if not all(report.steps and report.seconds for report in reports):
         return shares
     moved = [
-        share * (report.seconds / report.steps) ** -0.5 for share, report in zip(shares, reports, strict=True)
-    ]  # fmt: skip
-    return [len(moved) * share / sum(moved) for share in moved]
+        share**0.9 * (report.seconds / report.steps) ** -0.5 for share, report in zip(shares, reports, strict=True)
+    ]
+    mean = sum(moved) / len(moved)
+    return [min(4.0, max(0.25, share / mean)) for share in moved]

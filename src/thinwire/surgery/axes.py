@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
 from thinwire.errors import UsageError
@@ -183,7 +184,9 @@ def _chains(module: nn.Module, path: str = "") -> Iterator[Chain]:
 
 
 def _flat(sequential: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    for name, member in sequential.named_children():
+    for name, member in sequential._modules.items():  # a module that comes twice counts twice
+        if member is None:
+            continue
         if type(member) is nn.Sequential:
             yield from _flat(member, _join(path, name))
         else:
@@ -243,7 +246,9 @@ class _Open:
         kind = type(layer)
         inputs: int = getattr(layer, "in_features" if kind is nn.Linear else "in_channels")
         size, rest = divmod(self.width, self.granule)
-        if rest or inputs % self.width or (inputs != self.width and not self.flat) or size < 2:
+        if rest or inputs % self.width or size < 2:
+            return None
+        if not self.flat and (inputs != self.width or self.by_channels == (kind is nn.Linear)):
             return None
         places = inputs // self.width
         repeats = 1 if self.by_channels else places  # channels come in blocks of places, units as whole rows of them
@@ -266,8 +271,7 @@ def _follow(chain: Chain, alone: Callable[[nn.Module], bool]) -> Iterator[Axis]:
         elif open_ is not None and open_.passes(name, module):
             continue
         elif _is_layer(module):
-            normed = i + 1 < len(chain) and type(chain[i + 1][1]) in NORMS
-            axis = open_ and open_.closed(name, module, normed)
+            axis = open_ and open_.closed(name, module, i + 1 < len(chain) and _absorbs(chain[i + 1][1], module))
             if axis:
                 yield axis
             open_ = _Open(name, module)
@@ -275,7 +279,16 @@ def _follow(chain: Chain, alone: Callable[[nn.Module], bool]) -> Iterator[Axis]:
             open_ = None
 
 
+def _absorbs(norm: nn.Module, layer: nn.Module) -> bool:
+    """Whether what follows a layer is the same however large the layer's sums are."""
+    if type(norm) in NORMS and getattr(norm, "track_running_stats", False):
+        return isinstance(norm, _BatchNorm) and norm.training
+    return type(norm) in NORMS and layer.bias is None
+
+
 def _is_layer(module: nn.Module) -> bool:
+    if "weight" not in module._parameters:  # computed from others, as by spectral_norm
+        return False
     return type(module) is nn.Linear or (type(module) in CONVOLUTIONS | TRANSPOSED and vars(module)["groups"] == 1)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -53,31 +53,34 @@ def _fitted(moment: Tensor, like: Tensor) -> Tensor:
     return made
 
 
-def kinds_of_state(
-    optimizer: OptimizerFactory, device: torch.device, carried: bool
-) -> tuple[dict[str, torch.dtype], State]:
-    """What an optimizer remembers of a parameter: moments of its shape, with their dtypes, and counters at the start.
+class Kind(NamedTuple):
+    """A moment that an optimizer keeps of each parameter."""
 
-    It is asked to take a step. Nothing is found where nothing shall be carried.
+    dtype: torch.dtype
+    start: float  # what it is before the first step
+
+
+def kinds_of_state(optimizer: OptimizerFactory, like: Tensor) -> tuple[dict[str, Kind], State]:
+    """What an optimizer remembers of a parameter such as this: moments of its shape, and counters.
+
+    It is asked to take a step without a gradient.
     """
-    if not carried:
-        return {}, {}
-    parameter = nn.Parameter(torch.zeros(2, 3, device=device))
+    parameter = nn.Parameter(torch.zeros(2, 3, dtype=like.dtype, device=like.device))
     asked = optimizer([parameter])
     parameter.grad = torch.zeros_like(parameter)
-    asked.step()
-    state = asked.state[parameter]
-    shaped = {key: value.dtype for key, value in state.items() if isinstance(value, Tensor) and value.shape == (2, 3)}
-    others = {key: value for key, value in state.items() if key not in shaped and value is not None}
-    if odd := [key for key, value in others.items() if isinstance(value, Tensor) and value.dim()]:
+    try:
+        asked.step()
+    except TypeError as error:
+        raise UsageError(f"{type(asked).__name__} takes no plain step ({error}); try optimizer_state=reset") from None
+    state = {key: value for key, value in asked.state[parameter].items() if value is not None}
+    shaped = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.shape == (2, 3)}
+    counters = {key: value for key, value in state.items() if key not in shaped}
+    if odd := [key for key, value in counters.items() if isinstance(value, Tensor) and value.dim()]:
         raise UsageError(
             f"{type(asked).__name__} remembers {odd[0]}, which has not the shape of its parameter and cannot be cut; "
             "try optimizer_state=reset"
         )
-    zeros = {
-        key: torch.zeros_like(value) if isinstance(value, Tensor) else type(value)() for key, value in others.items()
-    }
-    return shaped, zeros
+    return {key: Kind(value.dtype, value[0, 0].item()) for key, value in shaped.items()}, counters
 
 
 def copied(state: State, device: torch.device | None = None) -> State:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -63,14 +64,20 @@ class Slices:
                 total += int(torch.tensor(part_shape(tensor.shape, places)).prod())
         return total
 
-    def check_width(self, ranks: int) -> None:
-        """Every rank needs at least one unit of each axis; blocks may be had by several."""
+    def check(self, model: nn.Module, ranks: int, scaled: bool) -> None:
+        """Raise UsageError where some rank would have no unit of an axis, or units cannot be scaled; blocks may be
+        had by several."""
         for axis in self.axes:
             if isinstance(axis, Axis) and axis.size < ranks:
                 raise UsageError(
                     f"{next(iter(axis.made_by))} makes {axis.size} units, too few for {ranks} ranks to have one each; "
                     f"use at most {axis.size} ranks or a wider layer"
                 )
+            ends = axis.used_by if isinstance(axis, Axis) else [end for some in axis.branches.values() for end in some]
+            for name in ends if scaled else ():
+                owner = model.get_submodule(name.rpartition(".")[0])
+                if not type(owner).__module__.startswith("torch.nn.modules.") or isinstance(owner, nn.Bilinear):
+                    raise UsageError(f"scale=train, but {name} is not of a layer with one input; try scale=eval")
 
 
 def _places(units: Tensor, size: int, repeats: int, length: int) -> Tensor:
@@ -179,16 +186,36 @@ def hollow(model: nn.Module) -> dict[str, Tensor]:
         replacement = nn.Parameter(empty, old.requires_grad) if isinstance(old, nn.Parameter) else empty
         for put in _slots(model, old):
             put(replacement)
+    _EMPTIED.add(model)
     return taken
 
 
+def keep_caches(trained: nn.Module, model: nn.Module) -> None:
+    """Give a model those buffers of a trained narrow one that are no part of its state, where shapes are the same."""
+    kept = model.state_dict().keys()
+    new = {name: b for name, b in trained.named_buffers() if name not in kept}
+    for name, old in list(model.named_buffers()):
+        if name in new and new[name].shape == old.shape:
+            for put in _slots(model, old):
+                put(new[name])
+
+
+def refuse_emptied(model: nn.Module) -> None:
+    """Raise UsageError for a model whose tensors were taken out."""
+    if model in _EMPTIED:
+        raise UsageError("this model was emptied when it was prepared; give a new one, or what consolidate returned")
+
+
+_EMPTIED: WeakSet[nn.Module] = WeakSet()
+
+
 def initialised(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """The tensors that a model made on the meta device would begin with; it stays empty."""
+    """What modules on the meta device would begin with; they stay empty."""
     found = {}
     names = {id(t): name for name, t in tensors_of(model).items()}
     for path, module in model.named_modules():
         held = {(d, k): t for d in ("_parameters", "_buffers") for k, t in getattr(module, d).items() if t is not None}
-        if not held:
+        if not any(t.is_meta for t in held.values()):
             continue
         reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
         if reset is None or any(id(t) not in names for t in held.values()):
@@ -229,7 +256,7 @@ def narrow(model: nn.Module, slices: Slices, hand: Hand, tensors: Mapping[str, T
         if isinstance(axis, Blocks):
             for i, (block, ends) in enumerate(axis.branches.items()):
                 if i not in units:
-                    made.set_submodule(block, nn.Identity())
+                    made.set_submodule(block, _Skipped())
                 elif times != 1:
                     for end in dict.fromkeys(name.rpartition(".")[0] for name in ends):
                         made.get_submodule(end).register_forward_hook(_TimesOutput(times))
@@ -242,6 +269,13 @@ def narrow(model: nn.Module, slices: Slices, hand: Hand, tensors: Mapping[str, T
         for name in axis.used_by if times != 1 else ():
             made.get_submodule(name.rpartition(".")[0]).register_forward_pre_hook(_TimesInput(times))
     return made
+
+
+class _Skipped(nn.Identity):
+    """A residual block that is left out; what else it would be given does not matter."""
+
+    def forward(self, input: Tensor, *others: Any, **options: Any) -> Tensor:
+        return input
 
 
 class _TimesInput:
@@ -260,15 +294,18 @@ class _TimesOutput:
         return output * self.factor
 
 
-def eased(slices: Slices, hands: Sequence[Hand]) -> dict[str, float]:
-    """What to multiply tensors of the whole network by, so that its sums are as large as those of narrow ones."""
+def eased(slices: Slices, hands: Sequence[Hand], all_axes: bool = False) -> dict[str, float]:
+    """What to multiply tensors of the whole network by, so that its sums are as large as those of narrow ones.
+
+    Where a norm follows, nothing, unless `all_axes` are asked for.
+    """
     factors: dict[str, float] = {}
     for number, axis in enumerate(slices.axes):
-        if axis.normed:
+        if axis.normed and not all_axes:
             continue
         share = sum(len(hand[number]) for hand in hands) / (len(hands) * axis.size)
         ends = (
             [end for branch in axis.branches.values() for end in branch] if isinstance(axis, Blocks) else axis.used_by
         )
-        factors |= dict.fromkeys(ends, share)
+        factors |= {name: share * factors.get(name, 1.0) for name in ends}
     return factors
