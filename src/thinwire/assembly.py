@@ -126,8 +126,8 @@ def calibrate(model: nn.Module, recent: Iterable[Tensor], comm: Comm, autocast: 
 
 
 @torch.no_grad()
-def export(folder: Path, model: Streamed, max_bytes: int = 10**9, *, replace: bool = False) -> None:
-    """Write the whole network as safetensors files with an index, none much larger than so many bytes. Collective.
+def export(folder: Path, model: Streamed, max_bytes: float | None = None, *, replace: bool = False) -> None:
+    """Write the whole network as safetensors files with an index, none larger than a home or so many bytes. Collective.
 
     Rank 0 writes, and holds one file's tensors at a time. Names and format are those of any sharded model.
     """
@@ -136,7 +136,7 @@ def export(folder: Path, model: Streamed, max_bytes: int = 10**9, *, replace: bo
     if int(comm.max(torch.tensor([exists], dtype=torch.uint8))):
         raise UsageError(f"export: {folder} exists already; choose a new folder")
     buffers = {name: t for name, t in tensors_of(model.model).items() if not isinstance(t, nn.Parameter)}
-    files = _files(homes, max_bytes)
+    files = _files(homes, max_bytes or homes.num_bytes / comm.size)
     new, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{kind}") for kind in ("new", "old"))
     index: dict[str, str] = {}
     error: Exception | None = None
@@ -179,9 +179,9 @@ def free_bytes(device: torch.device, comm: Comm) -> float:
     return 1024 * int(found[1]) / neighbours if found else float("inf")
 
 
-def _files(homes: Homes, max_bytes: int) -> list[list[str]]:
+def _files(homes: Homes, max_bytes: float) -> list[list[str]]:
     files: list[list[str]] = []
-    room = 0
+    room = 0.0
     for name, tensor in homes.slices.tensors.items():
         if not files or num_bytes(tensor) > room:
             files.append([])

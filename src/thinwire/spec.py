@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,9 @@ class Spec:
         return hash(str(self))
 
 
+_PARSING = threading.Lock()  # Python 3.11's ast may fail in several threads at once
+
+
 def parse(text: str) -> Spec:
     """Read a spec. The text is parsed, never evaluated.
 
@@ -38,7 +42,8 @@ def parse(text: str) -> Spec:
     if not isinstance(text, str):
         raise UsageError(f"{text!r} is not a spec; expected text such as 'data_parallel' or 'maxnorm(bits=4)'")
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        with _PARSING:
+            tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         raise _malformed(text) from None
     value = _value(tree, text)

@@ -350,7 +350,7 @@ def held_by(made: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize(("spec", "optimizer", "s"), [
     ("ist(local_steps=2, optimizer_state=reset)", plain, 0), ("ist(local_steps=2, optimizer_state=reset)", sgd, 1),
-    ("ist(local_steps=2)", sgd, 1), ("ist(local_steps=2)", adam, 2),
+    ("ist(local_steps=2)", adam, 2),
 ])  # fmt: skip
 def test_no_rank_holds_more_than_the_formula(process_world: Any, spec: str, optimizer: Any, s: int) -> None:
     for most, subnet, total, carried in process_world.run(held, 4, spec, optimizer):
@@ -529,7 +529,7 @@ def test_a_network_that_fits_nowhere_is_tested_and_written_in_parts(
     for _, expected, streamed, left, refused in results:
         torch.testing.assert_close(streamed, expected, rtol=1e-5, atol=1e-6)
         assert left == 0
-        assert "more than some rank has room for" in refused
+        assert "more than whole_gb=1e-09" in refused
         assert "export" in refused
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     files = sorted(folder.glob("*.safetensors"))
@@ -808,9 +808,9 @@ def test_bad_options_say_what_is_possible() -> None:
     narrow = nn.Sequential(nn.Linear(6, 2), nn.ReLU(), nn.Linear(2, 3))
     for spec, model, message in (
         ("ist", narrow, "0.weight makes 2 units, too few for 3 ranks.*at most 2 ranks or a wider layer"),
-        ("ist", nn.Linear(6, 3), "ist: no hidden units.*Linear"),
-        ("ist(scale=norm)", MLP, "no norm follows 2.weight; try train or eval"),
-        ("ist(shares=[1, 2])", MLP, "2 shares for 3 ranks"),
+        ("ist", nn.Linear(6, 3), "ist: no hidden units.*two layers"),
+        ("ist(scale=norm)", MLP, "no norm follows 2.weight; try scale=eval"),
+        ("ist(shares=[1, 2])", MLP, r"shares=\[1.0, 2.0\] for 3 ranks"),
         ("ist(shares=[1, 0, 2])", MLP, "shares"),
         ("ist(local_steps=0)", MLP, "local_steps"),
         ("ist(cut=blocks)", MLP, "no residual blocks"),

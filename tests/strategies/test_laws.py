@@ -27,6 +27,7 @@ VARIANTS = [
     "ab(sync_every=3, warmup=1, cutoff=0.7)",
     "ab(sync_every=6, warmup=3, rebound=2, climb=0, cutoff=0.6, sync=stale, moments=rotate)",
     "ab(sync_every=3, warmup=0, cutoff=0.7, sync=full, moments=slice, reducer=error_feedback(maxnorm(bits=4)))",
+    "ist(local_steps=2)",
 ]
 APART = ("ab", "ist")  # whose periods are longer than an epoch: only what they consolidate to is then equal
 

@@ -286,7 +286,9 @@ def test_what_cannot_be_found_is_told_with_what_to_add() -> None:
             super().__init__()
             self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
 
-    with pytest.raises(tw.UsageError, match=r"Own: first \(Linear\), second \(Linear\).*thinwire_axes = .*tw.Axis"):
+    with pytest.raises(
+        tw.UsageError, match=r'Own: first .*tw.Axis\(8, {"first.weight": 0, "first.bias": 0}, {"second.weight": 1}\)'
+    ):
         axes_of(Own())
     with pytest.raises(tw.UsageError, match=r"no residual blocks are found in Own.*thinwire_branches"):
         blocks_of(Own())

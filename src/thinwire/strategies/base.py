@@ -19,6 +19,7 @@ from thinwire.errors import RunError, UsageError
 from thinwire.optim import OptimizerFactory
 from thinwire.overlap import Exchange, no_gradient
 from thinwire.progress import say
+from thinwire.surgery.slices import refuse_emptied
 
 CHECK_EVERY_STEPS = 20  # how often a GPU's losses and gradients are looked at; each look waits for it
 SLOW_LR = 1e-5  # where a learning rate climbs from when a strategy begins something new
@@ -249,6 +250,7 @@ def prepare(
         raise UsageError(f"loss={loss!r}; give a function of (output, targets), as torch.nn.functional.cross_entropy")
     if accumulate < 1:
         raise UsageError(f"accumulate={accumulate}; possible: 1 or more")
+    refuse_emptied(model)
     recipe = Recipe(loss, optimizer, schedule, clip_norm, accumulate, autocast, epochs)
     strategy: Strategy = registry.build("strategies", spec, model, recipe, comm)
     return strategy

@@ -32,12 +32,14 @@ from thinwire.surgery.slices import (
     initialised,
     keep_caches,
     narrow,
-    refuse_emptied,
     tensors_of,
 )  # fmt: skip
 from thinwire.surgery.standard import standard
 
 Tensors = dict[str, Tensor]
+Cut = Literal["units", "blocks"]
+Scale = Literal["train", "eval", "norm"]
+Shares = Literal["equal", "measured"] | list[PositiveFloat]
 
 
 class IST(Strategy):
@@ -63,16 +65,12 @@ class IST(Strategy):
         comm: Comm,
         /,
         *,
-        local_steps: PositiveInt = 16,  # τ: from one deal to the next; higher = fewer bytes, units mix less often
-        cut: Literal[
-            "units", "blocks"
-        ] = "units",  # units or blocks: hidden units, channels and heads, or residual blocks
-        scale: Literal[
-            "train", "eval", "norm"
-        ] = "eval",  # train: sums ×n there; eval: ×1/n here; norm: norms see to it
+        local_steps: PositiveInt = 16,  # τ: steps from one deal to the next; higher = fewer bytes, units mix less often
+        cut: Cut = "units",  # units or blocks: hidden units, channels and heads, or whole residual blocks
+        scale: Scale = "eval",  # train: units ×n there; eval: sums ×1/n in the whole; norm: only if norms see to it
         optimizer_state: Literal["carry", "reset"] = "carry",  # carry or reset: moments travel with their slice, or not
-        shares: Literal["equal", "measured"] | list[PositiveFloat] = "equal",  # equal, measured, or one for each rank
-        calibration: NonNegativeInt = 8,  # batches kept on their rank to measure BatchNorm's statistics of the whole
+        shares: Shares = "equal",  # of the units: equal, measured, or a list with a number for each rank, as [2, 1]
+        calibration: NonNegativeInt = 8,  # batches kept on their rank to measure BatchNorm anew for the whole; 0 = none
         whole_gb: PositiveFloat | None = None,  # largest model that a rank puts together; default: what is free
         seed: Annotated[int, Field(ge=0)] = 0,  # of the deals
     ) -> None:
@@ -83,7 +81,9 @@ class IST(Strategy):
         self.is_measured = shares == "measured"
         self.shares = [1.0] * comm.size if isinstance(shares, str) else [float(share) for share in shares]
         if len(self.shares) != comm.size:
-            raise UsageError(f"ist: {len(self.shares)} shares for {comm.size} ranks; give one for each rank")
+            raise UsageError(
+                f"ist: shares={self.shares} for {comm.size} ranks; give one number for each rank, as [2, 1] for two"
+            )
         self.skeleton, self.slices = model, _sliced(model, comm.size, cut, scale)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         carried = optimizer_state == "carry" or comm.size == 1
@@ -215,7 +215,7 @@ class IST(Strategy):
         """The whole network on every rank; refused where it does not fit: see `to_test` and `export`."""
         if not self._fits():
             raise RunError(
-                f"the whole network takes {self.homes.num_bytes / 1e9:.3g} GB, more than some rank has room for; "
+                f"the whole network takes {self.homes.num_bytes / 1e9:.3g} GB, more than {self._limit()}; "
                 "trainer.to_test() runs it layer by layer, trainer.export(folder) writes it to files, and "
                 "ist(whole_gb=…) sets the limit"
             )
@@ -226,13 +226,16 @@ class IST(Strategy):
         if self._fits():
             return self._whole()
         if self.comm.rank == 0:
-            say_once("ist: the whole network does not fit on every rank, so it is tested layer by layer")
+            say_once(
+                f"ist: the whole network takes {self.homes.num_bytes / 1e9:.3g} GB, more than {self._limit()}, so it "
+                "is tested layer by layer"
+            )
         return self._streamed()
 
-    def export(self, folder: Path | str, max_gb: float = 1.0) -> None:
-        """Write the whole network as safetensors files of at most so many GB; no rank holds more. Collective."""
+    def export(self, folder: Path | str, max_gb: float | None = None) -> None:
+        """Write the whole network as safetensors files, of the size of a home or of so many GB. Collective."""
         with self.comm.ledger.purpose("sync", instead_of="train"):
-            export(Path(folder), self._streamed(), int(1e9 * max_gb))
+            export(Path(folder), self._streamed(), max_gb and int(1e9 * max_gb))
 
     def _whole(self) -> nn.Module:
         with self.comm.ledger.purpose("sync", instead_of="train"):
@@ -254,6 +257,9 @@ class IST(Strategy):
 
     def _factors(self, all_axes: bool = False) -> dict[str, float]:
         return eased(self.slices, self.hands, all_axes) if self.scale == "eval" and self.comm.size > 1 else {}
+
+    def _limit(self) -> str:
+        return f"whole_gb={self.whole_gb:g}" if self.whole_gb else "some rank has room for"
 
     def _fits(self) -> bool:
         limit = 1e9 * self.whole_gb if self.whole_gb else free_bytes(self.homes.device, self.comm)
@@ -336,7 +342,6 @@ def _remembered(
 
 def _sliced(model: nn.Module, ranks: int, cut: str, scale: str) -> Slices:
     """What can be dealt of a model, or an error that leaves it as it was."""
-    refuse_emptied(model)
     open_attention(model)
     try:
         slices = Slices(model, blocks_of(model) if cut == "blocks" else axes_of(model))
@@ -344,7 +349,7 @@ def _sliced(model: nn.Module, ranks: int, cut: str, scale: str) -> Slices:
         if scale == "norm":
             bare = [next(iter(axis.used_by)) for axis in slices.axes if isinstance(axis, Axis) and not axis.normed]
             if bare or cut == "blocks":
-                raise UsageError(f"scale=norm, but no norm follows {(bare or ['a block'])[0]}; try train or eval")
+                raise UsageError(f"scale=norm, but no norm follows {(bare or ['a block'])[0]}; try scale=eval")
     except UsageError as error:
         standard(model)
         raise UsageError(f"ist: {error}") from None

@@ -93,15 +93,23 @@ def axes_of(model: nn.Module) -> list[Axis]:
     found = [axis for chain in _chains(model) for axis in _follow(chain, alone)]
     free = [axis for axis in found if not taken & {(name, _dim(along)) for name, along in _tensors(axis)}]
     if not declared and not free:
-        layers = [f"{name} ({type(m).__name__})" for name, m in model.named_modules() if type(m) is nn.Linear][:3]
-        raise UsageError(
-            f"no hidden units to share out are found in {type(model).__name__}: "
-            f"{', '.join(layers) or 'it has no linear layer'}{' …' if len(layers) == 3 else ''} "
-            "are not in one nn.Sequential with a layer before or after; put them into one, or tell which tensors have "
-            'a part for each unit: module.thinwire_axes = [tw.Axis(256, {"up.weight": 0, "up.bias": 0}, '
-            '{"down.weight": 1})], with 256 units, what makes them and what uses them'
-        )
+        raise _not_found(model)
     return [*declared, *free]
+
+
+def _not_found(model: nn.Module) -> UsageError:
+    """The error for a model without axes, with the form to add."""
+    linear = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
+    said = f"no hidden units to share out are found in {type(model).__name__}"
+    if len(linear) < 2:
+        return UsageError(f"{said}: it needs two layers with units between them, in an nn.Sequential")
+    (first, made), (second, _) = list(linear.items())[:2]
+    bias = f', "{first}.bias": 0' if made.bias is not None else ""
+    return UsageError(
+        f"{said}: {first} (Linear) and {second} (Linear) are not in one nn.Sequential; put them into one, or tell "
+        f"which dimension of which tensor has a part for each unit, if these do: model.thinwire_axes = [tw.Axis("
+        f'{made.out_features}, {{"{first}.weight": 0{bias}}}, {{"{second}.weight": 1}})]'
+    )
 
 
 def blocks_of(model: nn.Module) -> Blocks:
@@ -114,7 +122,7 @@ def blocks_of(model: nn.Module) -> Blocks:
     if not found:
         raise UsageError(
             f"no residual blocks are found in {type(model).__name__}; a module that computes x + branch(x) says so by "
-            'thinwire_branches = ["conv2.weight", "conv2.bias"], the tensors that end its branch; or cut units'
+            'thinwire_branches = ["conv2.weight", "conv2.bias"], the tensors that end its branch; or try cut=units'
         )
     return Blocks(found)
 
@@ -125,6 +133,8 @@ def blocks_of(model: nn.Module) -> Blocks:
 def _declared(model: nn.Module) -> Iterator[Axis]:
     for name, module in model.named_modules():
         own: Iterable[Axis] = getattr(module, "thinwire_axes", ())
+        if not isinstance(own, list | tuple) or not all(isinstance(axis, Axis) for axis in own):
+            raise UsageError(f"thinwire_axes of {name or 'the model'} is {own!r}; give a list of tw.Axis")
         if isinstance(module, Opened):
             own = [_heads(module)]
         elif type(module) in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer) and not own:

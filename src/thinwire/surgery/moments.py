@@ -71,7 +71,7 @@ def kinds_of_state(optimizer: OptimizerFactory, like: Tensor) -> tuple[dict[str,
     try:
         asked.step()
     except TypeError as error:
-        raise UsageError(f"{type(asked).__name__} takes no plain step ({error}); try optimizer_state=reset") from None
+        raise UsageError(f"{type(asked).__name__} takes no plain step ({error}); try SGD or AdamW") from None
     state = {key: value for key, value in asked.state[parameter].items() if value is not None}
     shaped = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.shape == (2, 3)}
     counters = {key: value for key, value in state.items() if key not in shaped}

@@ -127,7 +127,7 @@ def deal(sizes: Sequence[int], shares: Sequence[float], *numbers: int) -> list[H
     some are dealt twice.
 
     >>> [hand[0].tolist() for hand in deal([5], [1, 1], 0, 0)]
-    [[0, 3, 4], [1, 2]]
+    [[1, 2, 4], [0, 3]]
     """
     hands: list[Hand] = [[] for _ in shares]
     for axis, size in enumerate(sizes):
