@@ -164,10 +164,10 @@ class IST(Strategy):
         self.model = self.learner.model = self._narrow(self.homes.deal(self.hands))
         self.exchange = Alone(self.model)
         moments = {kind: homes.deal(self.hands) for kind, homes in self.moments.items()}
-        anothers = next(iter(self.counters.values()), self.counts)
+        other_counts = next(iter(self.counters.values()), self.counts)
         self.learner.renew(
             {
-                name: copied(self.counters.get(name, anothers)) | {kind: moments[kind][name] for kind in moments}
+                name: copied(self.counters.get(name, other_counts)) | {kind: moments[kind][name] for kind in moments}
                 for name, p in self.model.named_parameters()
                 if moments and p.requires_grad
             }
