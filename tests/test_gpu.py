@@ -128,19 +128,25 @@ def on_cpu(tree: Any) -> Any:
     return [on_cpu(value) for value in tree] if isinstance(tree, list) else tree
 
 
-def factored(comm: Comm, spec: str, device: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
-    """Train, stop in mid-phase and go on in a new trainer; with the state dict through the CPU, as files take it."""
+def stopped_and_not(comm: Comm, spec: str, device: str, num_steps: int, optimizer: Any = sgd) -> list[Any]:
+    """A trainer, and one that went on from its state after 9 steps; through the CPU, as files take it."""
     strategies = [
         tw.prepare(
-            spec, model=copy.deepcopy(NET).to(device), optimizer=sgd, loss=nn.functional.cross_entropy, comm=comm
+            spec, model=copy.deepcopy(NET).to(device), optimizer=optimizer, loss=nn.functional.cross_entropy, comm=comm
         )
         for _ in range(2)
     ]
-    data = batches(20, 24)
+    data = batches(num_steps, 24)
     steps(strategies[0], data[:9])
     strategies[1].load_state_dict(on_cpu(strategies[0].state_dict()))
     for strategy in strategies:
         steps(strategy, data[9:])
+    return strategies
+
+
+def factored(comm: Comm, spec: str, device: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    """Stop in mid-phase; then the model with factors."""
+    strategies = stopped_and_not(comm, spec, device, 20)
     ends = [{name: t.cpu() for name, t in weights(s.consolidate()).items()} for s in strategies]
     small = strategies[0].consolidate(factored=True)
     assert next(small.parameters()).device.type == device
@@ -165,21 +171,11 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 def dealt(comm: Comm, spec: str, device: str, optimizer: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
-    """Train narrow networks, stop in mid-round and go on in a new trainer; then test the whole layer by layer."""
-    strategies = [
-        tw.prepare(
-            spec, model=copy.deepcopy(NET).to(device), optimizer=optimizer, loss=nn.functional.cross_entropy, comm=comm
-        )
-        for _ in range(2)
-    ]
-    data = batches(14, 24)
-    steps(strategies[0], data[:9])
-    strategies[1].load_state_dict(on_cpu(strategies[0].state_dict()))
-    for strategy in strategies:
-        steps(strategy, data[9:])
+    """Stop in mid-round; then test the whole layer by layer."""
+    strategies = stopped_and_not(comm, spec, device, 14, optimizer)
     wholes = [strategy.consolidate().eval() for strategy in strategies]
     strategies[0].whole_gb = 1e-9
-    inputs = data[0][0].to(device)
+    inputs = batches(1, 24)[0][0].to(device)
     with torch.no_grad():
         streamed = torch.allclose(strategies[0].to_test().eval()(inputs), wholes[0](inputs), rtol=1e-4, atol=1e-5)
     first, second = ({name: t.cpu() for name, t in weights(whole).items()} for whole in wholes)

@@ -20,7 +20,7 @@ from thinwire.comm.base import Comm, gather_json, in_one_go, num_bytes
 from thinwire.errors import RunError, UsageError
 from thinwire.homes import Homes
 from thinwire.records import write_text
-from thinwire.surgery.slices import filled, tensors_of
+from thinwire.surgery.hollow import filled, tensors_of
 from thinwire.surgery.standard import standard
 
 Factors = Mapping[str, float]  # what some tensors are multiplied by

@@ -58,6 +58,11 @@ class Homes:
         other.__dict__ |= self.__dict__ | {"parts": {name: part.clone() for name, part in self.parts.items()}}
         return other
 
+    def restore(self, parts: Mapping[str, Tensor]) -> None:
+        """Go on with what lay here before."""
+        for name, part in self.parts.items():
+            part.copy_(parts[name])
+
     # ---- slices
 
     @torch.no_grad()

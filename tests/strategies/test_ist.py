@@ -23,7 +23,8 @@ from thinwire.errors import PeerLost
 from thinwire.homes import Homes, Report
 from thinwire.strategies.ist import _balanced
 from thinwire.surgery.axes import axes_of, blocks_of
-from thinwire.surgery.slices import Slices, deal, tensors_of
+from thinwire.surgery.hollow import tensors_of
+from thinwire.surgery.slices import Slices, deal
 
 World = Callable[..., list[Any]]
 Data = list[tuple[Tensor, Tensor]]

@@ -17,19 +17,8 @@ import thinwire as tw
 from thinwire import registry
 from thinwire.surgery.attention import open_attention
 from thinwire.surgery.axes import Axis, axes_of, blocks_of
-from thinwire.surgery.slices import (
-    Slices,
-    cut,
-    deal,
-    eased,
-    filled,
-    hollow,
-    initialised,
-    narrow,
-    paste,
-    portions,
-    tensors_of,
-)  # fmt: skip
+from thinwire.surgery.hollow import filled, hollow, initialised, tensors_of
+from thinwire.surgery.slices import Slices, cut, deal, eased, narrow, paste, portions
 
 
 class Gated(nn.Module):

@@ -19,7 +19,7 @@ from thinwire.errors import RunError, UsageError
 from thinwire.optim import OptimizerFactory
 from thinwire.overlap import Exchange, no_gradient
 from thinwire.progress import say
-from thinwire.surgery.slices import refuse_emptied
+from thinwire.surgery.hollow import refuse_emptied
 
 CHECK_EVERY_STEPS = 20  # how often a GPU's losses and gradients are looked at; each look waits for it
 SLOW_LR = 1e-5  # where a learning rate climbs from when a strategy begins something new
@@ -53,7 +53,7 @@ class Strategy(Protocol):
 
     def idle(self) -> None:
         """A step of others for which this rank has no batch; only where ranks may have different numbers of them."""
-        raise NotImplementedError
+        raise UsageError(f"{type(self).__name__} needs a batch on every rank in every step; loop over tw.epoch")
 
     def end_epoch(self) -> None:
         """An epoch is over: bring together what drifted apart. Collective."""

@@ -22,18 +22,9 @@ from thinwire.progress import say_once
 from thinwire.strategies.base import Learner, Recipe, Strategy, tell_if_changed
 from thinwire.surgery.attention import open_attention
 from thinwire.surgery.axes import Axis, axes_of, blocks_of
+from thinwire.surgery.hollow import hollow, initialised, keep_caches, tensors_of
 from thinwire.surgery.moments import Kind, State, copied, kinds_of_state
-from thinwire.surgery.slices import (
-    Hand,
-    Slices,
-    deal,
-    eased,
-    hollow,
-    initialised,
-    keep_caches,
-    narrow,
-    tensors_of,
-)  # fmt: skip
+from thinwire.surgery.slices import Hand, Slices, deal, eased, narrow
 from thinwire.surgery.standard import standard
 
 Tensors = dict[str, Tensor]
@@ -88,7 +79,7 @@ class IST(Strategy):
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         carried = optimizer_state == "carry" or comm.size == 1
         device = _device(model)
-        kinds, self.counts = _remembered(recipe, trained, device) if carried else ({}, {})
+        kinds, self.counts = _kinds(recipe, trained, device) if carried else ({}, {})
         self.homes = self._moved_in(model, device)
         self.moments = {
             kind: Homes(
@@ -144,7 +135,7 @@ class IST(Strategy):
             self._begin_round()
 
     def _send_home(self) -> None:
-        tensors, moments = self._trained()
+        tensors, moments = self._tensors(), {kind: self._remembered(kind) for kind in self.moments}
         if self.moments:
             self.counters |= {name: self._counts_of(p) for name, p in self.model.named_parameters() if p.requires_grad}
         report = self._report()
@@ -180,18 +171,18 @@ class IST(Strategy):
     def _narrow(self, tensors: Tensors) -> nn.Module:
         return narrow(self.skeleton, self.slices, self.hands[self.comm.rank], tensors, scaled=self.scale == "train")
 
-    def _trained(self) -> tuple[Tensors, dict[str, Tensors]]:
-        """The tensors of this rank's network, and by kind what its optimizer remembers of them."""
-        state = self.learner.optimizer.state
-        parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        moments = {
-            kind: {
-                name: state.get(p, {}).get(kind, torch.full_like(p, homes.fill_value, dtype=homes.dtypes[name]))
-                for name, p in parameters.items()
-            }
-            for kind, homes in self.moments.items()
+    def _tensors(self) -> Tensors:
+        """Those of this rank's network."""
+        return {name: t.detach() for name, t in tensors_of(self.model).items()}
+
+    def _remembered(self, kind: str) -> Tensors:
+        """What this rank's optimizer remembers of them; what it has not seen is as at the start."""
+        state, homes = self.learner.optimizer.state, self.moments[kind]
+        return {
+            name: state[p][kind] if p in state else torch.full_like(p, homes.fill_value, dtype=homes.dtypes[name])
+            for name, p in self.model.named_parameters()
+            if p.requires_grad
         }
-        return {name: t.detach() for name, t in tensors_of(self.model).items()}, moments
 
     def _counts_of(self, parameter: Tensor) -> State:
         state = self.learner.optimizer.state.get(parameter) or self.counts
@@ -252,7 +243,7 @@ class IST(Strategy):
     def _collected(self) -> Homes:
         """Homes as they were if the round ended now."""
         homes = self.homes.copy()
-        homes.collect(self._trained()[0], self.hands, self._report())
+        homes.collect(self._tensors(), self.hands, self._report())
         return homes
 
     def _factors(self, all_axes: bool = False) -> dict[str, float]:
@@ -287,12 +278,9 @@ class IST(Strategy):
         self.counters = {name: copied(counts) for name, counts in state["counters"].items()}
         self.recent.clear()
         self.recent.extend(x.to(self.homes.device) for x in state["recent"])
-        for homes, parts in (
-            (self.homes, state["homes"]),
-            *((self.moments[k], state["moments"][k]) for k in self.moments),
-        ):
-            for name, part in homes.parts.items():
-                part.copy_(parts[name])
+        self.homes.restore(state["homes"])
+        for kind, homes in self.moments.items():
+            homes.restore(state["moments"][kind])
         self.hands = self._dealt()
         trained = {
             name: t.to(self.homes.device, copy=True)
@@ -325,7 +313,7 @@ def _device(model: nn.Module) -> torch.device:
     return real[0] if real else torch.get_default_device()
 
 
-def _remembered(
+def _kinds(
     recipe: Recipe, trained: dict[str, nn.Parameter], device: torch.device
 ) -> tuple[dict[str, dict[str, Kind]], State]:
     """By kind of moment, what it is of each parameter; and the optimizer's counters."""
