@@ -155,6 +155,23 @@ def test_messages_arrive_in_order(world: World, ranks: int) -> None:
         assert got == [(me - 1) % ranks * 10.0 + number for number in range(3)]
 
 
+def many_under_way(comm: Comm) -> list[tuple[int, float]]:
+    """Both send before either receives; sizes differ, and tensors change once they are on their way."""
+    other, on_their_way = 1 - comm.rank, []
+    for number in range(8):
+        message = torch.full((1000 * (8 - number),), float(number))
+        on_their_way.append(comm.start_send(message, to=other))
+        message.zero_()
+    got = [comm.recv(torch.empty(1000 * (8 - number)), source=other) for number in range(8)]
+    for pending in on_their_way:
+        pending.wait()
+    return [(len(message), message.mean().item()) for message in got]
+
+
+def test_messages_under_way_arrive_in_order_and_as_they_were(world: World) -> None:
+    assert world(many_under_way, 2) == [[(1000 * (8 - number), number) for number in range(8)]] * 2
+
+
 def split_twice(comm: Comm) -> Any:
     inner = comm.split([[0, 1], [2, 3]], link="node")
     rail = comm.split([[0, 2], [1, 3]], link="wan")

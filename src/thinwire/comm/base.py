@@ -39,6 +39,7 @@ class Comm(ABC):
     link: str
     backend: str
     ledger: Ledger
+    talks_beside = False  # whether `in_background` returns before the work is done
     nodes: tuple[int, ...]  # the node that each rank of the group is on
 
     # ---- arithmetic: the same shape and dtype on every rank, bitwise the same result on every rank
@@ -68,7 +69,9 @@ class Comm(ABC):
         """Begin a mean and return at once; the tensor may change afterwards, the result is of now."""
         if not tensor.is_floating_point():
             raise UsageError(f"mean of a {tensor.dtype} tensor; possible for floating-point tensors; try sum")
-        return _Mean(self, tensor)
+        payload, sent = num_bytes(tensor), self.all_reduce_sends(num_bytes(tensor))
+        self._await_gpu(tensor)
+        return _Begun(self, "all_reduce", payload, sent, lambda: _Mean(self._start_reduce(tensor, "sum"), self.size))
 
     # ---- movement: any dtype, bytes go unchanged
 
@@ -94,10 +97,15 @@ class Comm(ABC):
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Send to one rank, which must call recv; returns once it has, so two ranks must not both send first."""
-        self._booked("send", num_bytes(tensor), {to: num_bytes(tensor)}, tensor, lambda: self._send(tensor, to))
+        self.start_send(tensor, to).wait()
+
+    def start_send(self, tensor: Tensor, to: int) -> Pending:
+        """Begin to send and return at once; the tensor may change afterwards, what is sent is of now."""
+        self._await_gpu(tensor)
+        return _Begun(self, "send", num_bytes(tensor), {to: num_bytes(tensor)}, lambda: self._start_send(tensor, to))
 
     def recv(self, like: Tensor, source: int) -> Tensor:
-        """Receive what `source` sends: a tensor shaped like the one given."""
+        """Receive what `source` sends: a tensor shaped like the one given. Messages come in the order they were sent."""
         return self._booked("recv", num_bytes(like), {}, like, lambda: self._recv(like, source))
 
     def barrier(self) -> None:
@@ -131,7 +139,7 @@ class Comm(ABC):
     @abstractmethod
     def _broadcast(self, tensor: Tensor, root: int) -> Tensor: ...
     @abstractmethod
-    def _send(self, tensor: Tensor, to: int) -> None: ...
+    def _start_send(self, tensor: Tensor, to: int) -> Pending: ...
     @abstractmethod
     def _recv(self, like: Tensor, source: int) -> Tensor: ...
 
@@ -180,29 +188,40 @@ class Comm(ABC):
         return next(sorted(g) for g in groups if self.rank in g)
 
 
-class _Mean:
-    """A sum under way that is divided by n when it arrives; its bytes are booked when it begins."""
+class _Begun:
+    """An operation under way; its bytes are booked when it begins, its time when it is waited for."""
 
-    def __init__(self, comm: Comm, tensor: Tensor) -> None:
-        self.comm = comm
-        comm._await_gpu(tensor)
+    def __init__(self, comm: Comm, op: str, payload: int, sent: Sent, start: Callable[[], Pending]) -> None:
+        self.comm, self.op, self.sent = comm, op, sent
         self.begin = time.perf_counter()
-        self.pending = comm._start_reduce(tensor, "sum")
-        self.sent = comm.all_reduce_sends(num_bytes(tensor))
-        self.line = comm.book("all_reduce", num_bytes(tensor), self.sent)
+        self.pending = start()
+        self.line = comm.book(op, payload, sent)
         self.result: Tensor | None = None
 
     def wait(self) -> Tensor:
         if self.result is None:
             waited_from = time.perf_counter()
-            self.result = self.pending.wait().div_(self.comm.size)
+            self.result = self.pending.wait()
             end = time.perf_counter()
             self.comm.ledger.spend(self.line, end - self.begin)
-            self.comm._tell("all_reduce", self.begin, waited_from, end, self.sent)
+            self.comm._tell(self.op, self.begin, waited_from, end, self.sent)
         return self.result
 
     def done(self) -> bool:
         return self.pending.done()
+
+
+class _Mean:
+    """A sum under way that is divided by n when it arrives."""
+
+    def __init__(self, total: Pending, size: int) -> None:
+        self.total, self.size = total, size
+
+    def wait(self) -> Tensor:
+        return self.total.wait().div_(self.size)
+
+    def done(self) -> bool:
+        return self.total.done()
 
 
 def gather_json(comm: Comm, value: Any, pad_bytes: int = 1024) -> list[Any]:

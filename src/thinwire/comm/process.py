@@ -33,6 +33,8 @@ class ProcessComm(Comm):
     the communication thread is at work, and a group's messages must go in the same order on every rank.
     """
 
+    talks_beside = True
+
     def __init__(self, groups: _Pair, link: str, ledger: Ledger, device: torch.device, nodes: Sequence[int]) -> None:
         self.group, self.side_group = groups
         self.nodes = tuple(nodes)
@@ -134,9 +136,9 @@ class ProcessComm(Comm):
             _guarded(lambda: dist.broadcast(sent, group=self.group, group_src=root))
         return _restored(sent, tensor)
 
-    def _send(self, tensor: Tensor, to: int) -> None:
+    def _start_send(self, tensor: Tensor, to: int) -> Pending:
         sent = _as_bytes(self._staged(tensor))
-        _guarded(lambda: dist.send(sent, group=self.group, group_dst=to))
+        return _guarded(lambda: _Work(dist.isend(sent, group=self.group, group_dst=to), sent, self.wire_device))
 
     def _recv(self, like: Tensor, source: int) -> Tensor:
         out = torch.empty(like.numel() * like.element_size(), dtype=torch.uint8, device=self.wire_device)

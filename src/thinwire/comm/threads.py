@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -124,10 +124,10 @@ class ThreadComm(Comm):
         sent: Tensor = self._exchange(tensor.detach().clone() if self.rank == root else None)()[root]
         return sent.to(tensor.device, copy=True)
 
-    def _send(self, tensor: Tensor, to: int) -> None:
-        slot = self._message(self.rank, to)
-        self.board.post(slot, tensor.detach().clone())
-        self.board.until_taken(slot, self.members[to])
+    def _start_send(self, tensor: Tensor, to: int) -> Pending:
+        slot, sent = self._message(self.rank, to), tensor.detach().clone()
+        self.board.post(slot, sent)
+        return _Sending(sent, lambda: self.board.until_taken(slot, self.members[to]), lambda: not self.board.has([slot]))
 
     def _recv(self, like: Tensor, source: int) -> Tensor:
         sent: Tensor = self._take(self._message(source, self.rank), source, readers=1)
@@ -137,6 +137,21 @@ class ThreadComm(Comm):
         """The slot of the next message on this pair; messages arrive in the order they were sent."""
         number = self._messages[source, to] = self._messages.get((source, to), 0) + 1
         return (*self._name, "message", source, to, number)
+
+
+class _Sending(NamedTuple):
+    """A message that has not been taken yet."""
+
+    sent: Tensor
+    until_taken: Callable[[], None]
+    taken: Callable[[], bool]
+
+    def wait(self) -> Tensor:
+        self.until_taken()
+        return self.sent
+
+    def done(self) -> bool:
+        return self.taken()
 
 
 class _Reduction:
