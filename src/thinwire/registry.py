@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
@@ -25,6 +26,7 @@ TABLE: dict[str, dict[str, str]] = {
         "daso": "thinwire.strategies.daso:DASO",
         "ab": "thinwire.strategies.ab:AB",
         "ist": "thinwire.strategies.ist:IST",
+        "local_parallel": "thinwire.strategies.local_parallel:LocalParallel",
     },
     "reducers": {
         "mean": "thinwire.reducers.mean:mean",
@@ -40,6 +42,15 @@ TABLE: dict[str, dict[str, str]] = {
         "error_feedback": "thinwire.reducers.error_feedback:error_feedback",
         "partition": "thinwire.reducers.partition:partition",
         "warmup": "thinwire.reducers.warmup:warmup",
+    },
+    "heads": {
+        "suited": "thinwire.surgery.heads:suited",
+        "linear": "thinwire.surgery.heads:linear",
+        "conv": "thinwire.surgery.heads:conv",
+        "predsim": "thinwire.surgery.heads:predsim",
+        "auglocal": "thinwire.surgery.heads:auglocal",
+        "readout": "thinwire.surgery.heads:readout",
+        "own": "thinwire.surgery.heads:own",
     },
     "tasks": {
         "digits": "thinwire.tasks.digits:digits",
@@ -71,12 +82,13 @@ TABLE: dict[str, dict[str, str]] = {
 SINGULAR = {
     "strategies": "strategy",
     "reducers": "reducer",
+    "heads": "head",
     "tasks": "task",
     "models": "model",
     "optimizers": "optimizer",
     "schedules": "schedule",
 }
-NESTED = {"Reducer": "reducers"}  # an option of this type is itself a spec of that kind
+NESTED = {"Reducer": "reducers", "Head": "heads"}  # an option of this type is itself a spec of that kind
 
 
 class Option(NamedTuple):
@@ -141,6 +153,18 @@ def load(kind: str, name: str) -> Any:
     """The function or class registered under a name."""
     module, attribute = find(kind, name)
     return getattr(importlib.import_module(module), attribute)
+
+
+def imported(module: str, name: str, what: str) -> Any:
+    """Something of the user's own: an attribute of a module, looked for in the current folder too."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(
+            f"cannot load {what}: {error}; expected package.module:function, importable from this folder"
+        ) from error
 
 
 def describe(kind: str) -> list[Entry]:

@@ -105,8 +105,12 @@ class Comm(ABC):
         return _Begun(self, "send", num_bytes(tensor), {to: num_bytes(tensor)}, lambda: self._start_send(tensor, to))
 
     def recv(self, like: Tensor, source: int) -> Tensor:
-        """Receive what `source` sends: a tensor shaped like the one given. Messages come in the order they were sent."""
-        return self._booked("recv", num_bytes(like), {}, like, lambda: self._recv(like, source))
+        """Receive what `source` sends, in the order it was sent: a tensor shaped like the one given."""
+        return self.start_recv(like, source).wait()
+
+    def start_recv(self, like: Tensor, source: int) -> Pending:
+        """Make room for what `source` will send, and return at once."""
+        return _Begun(self, "recv", num_bytes(like), {}, lambda: self._start_recv(like, source))
 
     def barrier(self) -> None:
         """Return once every rank is here."""
@@ -141,7 +145,7 @@ class Comm(ABC):
     @abstractmethod
     def _start_send(self, tensor: Tensor, to: int) -> Pending: ...
     @abstractmethod
-    def _recv(self, like: Tensor, source: int) -> Tensor: ...
+    def _start_recv(self, like: Tensor, source: int) -> Pending: ...
 
     def _all_reduced(self, tensor: Tensor, op: Op) -> Tensor:
         sent = self.all_reduce_sends(num_bytes(tensor))

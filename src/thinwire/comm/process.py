@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -140,10 +140,11 @@ class ProcessComm(Comm):
         sent = _as_bytes(self._staged(tensor))
         return _guarded(lambda: _Work(dist.isend(sent, group=self.group, group_dst=to), sent, self.wire_device))
 
-    def _recv(self, like: Tensor, source: int) -> Tensor:
-        out = torch.empty(like.numel() * like.element_size(), dtype=torch.uint8, device=self.wire_device)
-        _guarded(lambda: dist.recv(out, group=self.group, group_src=source))
-        return _restored(out, like)
+    def _start_recv(self, like: Tensor, source: int) -> Pending:
+        out = self._room(num_bytes(like), like.device)
+        return _guarded(
+            lambda: _Receiving(_Work(dist.irecv(out, group=self.group, group_src=source), out, like.device), like)
+        )
 
     def _staged(self, tensor: Tensor) -> Tensor:
         """A private contiguous copy where the backend can send it from (gloo: host memory, pinned for a GPU)."""
@@ -177,6 +178,19 @@ class _Work:
 
     def done(self) -> bool:
         return self.work is None or bool(self.work.is_completed())
+
+
+class _Receiving(NamedTuple):
+    """Bytes under way that will be a tensor like another."""
+
+    work: _Work
+    like: Tensor
+
+    def wait(self) -> Tensor:
+        return _restored(self.work.wait(), self.like)
+
+    def done(self) -> bool:
+        return self.work.done()
 
 
 def _guarded(run: Callable[[], T]) -> T:

@@ -127,11 +127,16 @@ class ThreadComm(Comm):
     def _start_send(self, tensor: Tensor, to: int) -> Pending:
         slot, sent = self._message(self.rank, to), tensor.detach().clone()
         self.board.post(slot, sent)
-        return _Sending(sent, lambda: self.board.until_taken(slot, self.members[to]), lambda: not self.board.has([slot]))
+        return _Sending(
+            sent, lambda: self.board.until_taken(slot, self.members[to]), lambda: not self.board.has([slot])
+        )
 
-    def _recv(self, like: Tensor, source: int) -> Tensor:
-        sent: Tensor = self._take(self._message(source, self.rank), source, readers=1)
-        return sent.reshape(like.shape).to(like.device)
+    def _start_recv(self, like: Tensor, source: int) -> Pending:
+        slot = self._message(source, self.rank)
+        return _Receiving(
+            lambda: self._take(slot, source, readers=1).reshape(like.shape).to(like.device),
+            lambda: self.board.has([slot]),
+        )
 
     def _message(self, source: int, to: int) -> Slot:
         """The slot of the next message on this pair; messages arrive in the order they were sent."""
@@ -152,6 +157,19 @@ class _Sending(NamedTuple):
 
     def done(self) -> bool:
         return self.taken()
+
+
+class _Receiving(NamedTuple):
+    """A message that may not be there yet."""
+
+    take: Callable[[], Tensor]
+    there: Callable[[], bool]
+
+    def wait(self) -> Tensor:
+        return self.take()
+
+    def done(self) -> bool:
+        return self.there()
 
 
 class _Reduction:

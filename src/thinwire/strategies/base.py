@@ -44,6 +44,7 @@ class Strategy(Protocol):
 
     shard: Shard  # which part of each batch this rank reads
     ragged: bool = False  # whether ranks may have different numbers of batches in an epoch
+    sees_loss: bool = True  # whether the losses that `step` returns on this rank are the whole model's
 
     def begin_epoch(self, num_steps: int | None) -> None:
         """An epoch begins, of so many steps if that is known."""
@@ -72,6 +73,10 @@ class Strategy(Protocol):
         """The whole trained model to run in eval mode, by all ranks equally often. Collective."""
         return self.consolidate()
 
+    def exits(self) -> list[nn.Module]:
+        """Models that end earlier than the whole one, shortest first, where the strategy has any. Collective."""
+        return []
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that this rank needs to go on exactly."""
 
@@ -87,7 +92,7 @@ class Learner:
         self.recipe = recipe
         self.num_steps = 0
         self.renew()
-        self._loss = torch.zeros(())  # of the last step
+        self.loss = torch.zeros(())  # of the last step
         self._recent: list[Tensor] = []  # loss and norm of the gradient of steps not yet looked at
 
     def renew(self, states: Mapping[str, dict[str, Any]] | None = None) -> None:
@@ -111,7 +116,7 @@ class Learner:
         """Gradients of the mean loss over the batch, in `accumulate` pieces, exchanged or not; returns that loss."""
         device = next(self.model.parameters()).device
         inputs, targets = (t.to(device, non_blocking=True) for t in batch)
-        pieces = list(zip(self._pieces(inputs), self._pieces(targets), strict=True))
+        pieces = list(zip(self.pieces(inputs), self.pieces(targets), strict=True))
         losses = []
         try:
             for i, (x, y) in enumerate(pieces, 1):
@@ -125,13 +130,16 @@ class Learner:
             raise exchange.error or (no_gradient() if unfinished else error) from None
         if exchanging:
             exchange.finish()
-        self._loss = torch.stack(losses).sum()
-        return self._loss
+        self.loss = torch.stack(losses).sum()
+        return self.loss
 
-    def update(self, ease: float = 1.0) -> None:
-        """Check, clip, set the learning rate, step. `ease` 1 is the schedule's learning rate, 0 almost none."""
+    def update(self, ease: float = 1.0, over_all: Callable[[Tensor], Tensor] = lambda norm: norm) -> None:
+        """Check, clip, set the learning rate, step. `ease` 1 is the schedule's learning rate, 0 almost none.
+
+        `over_all` makes the norm of the whole model's gradient from that of the part that is here.
+        """
         parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = over_all(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
         if self.recipe.clip_norm is not None:
             nn.utils.clip_grads_with_norm_(parameters, self.recipe.clip_norm, norm)
         self._check(norm)
@@ -144,7 +152,7 @@ class Learner:
 
     def _check(self, norm: Tensor) -> None:
         """Stop on a gradient that is not finite: at once, but a GPU is looked at only now and then."""
-        self._recent.append(torch.stack([self._loss.float(), norm.float()]))
+        self._recent.append(torch.stack([self.loss.float(), norm.float()]))
         if norm.is_cuda and len(self._recent) < CHECK_EVERY_STEPS:
             return
         recent = torch.stack(self._recent).cpu()
@@ -166,7 +174,8 @@ class Learner:
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # torch would train into the caller's tensors
         self.num_steps = state["num_steps"]
 
-    def _pieces(self, tensor: Tensor) -> tuple[Tensor, ...]:
+    def pieces(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """A batch in as many parts as it is computed in."""
         return tensor.tensor_split(max(1, min(self.recipe.accumulate, len(tensor) // 2)))  # BatchNorm needs two
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,14 +75,7 @@ def check_task(text: str) -> None:
 
 
 def _import(module: str, function: str, text: str) -> Any:
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # modules are looked for in the current folder too
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(
-            f"cannot load task '{text}': {error}; expected package.module:function, importable from this folder"
-        ) from error
+    found = registry.imported(module, function, f"task '{text}'")
     try:
         inspect.signature(found).bind_partial(None, 0)
     except (TypeError, ValueError):

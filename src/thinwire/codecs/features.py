@@ -1,0 +1,54 @@
+"""What layers pass on, as bytes: exact, or smaller."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.words import SCALE_BYTES, words
+
+Wire = Literal["exact", "bf16", "int8"]
+BLOCK = 256  # numbers that share a scale
+
+
+def pack(z: Tensor, wire: Wire) -> Tensor:
+    """A tensor as bytes: as it is, in bfloat16, or as 8-bit words with a scale for each 256 (nearest, no noise).
+
+    Only float32 and float64 shrink.
+
+    >>> pack(torch.ones(2, 300), "int8").numel(), pack(torch.ones(2, 300), "bf16").numel()
+    (780, 1200)
+    """
+    flat = z.detach().reshape(-1).contiguous()
+    if wire == "exact" or not _shrinks(z.dtype):
+        return flat.view(torch.uint8)
+    if wire == "bf16":
+        return flat.bfloat16().view(torch.uint8)
+    row = torch.nn.functional.pad(flat.float(), (0, -len(flat) % BLOCK))[None]
+    return words(8, BLOCK).encode(row, None)[0]
+
+
+def unpack(data: Tensor, shape: Sequence[int], dtype: torch.dtype, wire: Wire) -> Tensor:
+    """The tensor that was packed."""
+    if wire == "exact" or not _shrinks(dtype):
+        return data.view(dtype).reshape(*shape)
+    if wire == "bf16":
+        return data.view(torch.bfloat16).to(dtype).reshape(*shape)
+    count = math.prod(shape)
+    return words(8, BLOCK).decode(data[None], count + -count % BLOCK)[0, :count].to(dtype).reshape(*shape)
+
+
+def packed_bytes(shape: Sequence[int], dtype: torch.dtype, wire: Wire) -> int:
+    """How many bytes that is."""
+    count = math.prod(shape)
+    if wire == "exact" or not _shrinks(dtype):
+        return count * dtype.itemsize
+    return 2 * count if wire == "bf16" else -(-count // BLOCK) * (BLOCK + SCALE_BYTES)
+
+
+def _shrinks(dtype: torch.dtype) -> bool:
+    return dtype in (torch.float32, torch.float64)

@@ -1,0 +1,150 @@
+"""Mail between two ranks: tensors of any shape in bounded queues, under way while both compute."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.codecs.features import Wire, pack, packed_bytes, unpack
+from thinwire.comm.background import Background
+from thinwire.comm.base import Comm, Pending, num_bytes
+from thinwire.errors import PeerLost, UsageError
+from thinwire.surgery.hollow import tensors_of
+
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+]  # fmt: skip
+LABEL_NUMBERS = 8  # dtype, number of dimensions, and up to six of them
+
+
+class Outbox:
+    """Sends tensors to one rank in order, and returns at once unless `room` of them are still under way."""
+
+    def __init__(self, comm: Comm, to: int, room: int, wire: Wire = "exact") -> None:
+        self.comm, self.to, self.room, self.wire = comm, to, room, wire
+        self.under_way: deque[list[Pending]] = deque()
+
+    def put(self, tensor: Tensor) -> None:
+        """Send a tensor; it may change afterwards."""
+        with named(self.comm, self.to):
+            while len(self.under_way) >= self.room:
+                self._wait_for_oldest()
+            parts = [label(tensor), pack(tensor, self.wire)]
+            self.under_way.append([self.comm.start_send(part, self.to) for part in parts])
+
+    def flush(self) -> None:
+        """Return once everything has been received."""
+        with named(self.comm, self.to):
+            while self.under_way:
+                self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        for pending in self.under_way.popleft():
+            pending.wait()
+
+
+class Inbox:
+    """Receives tensors from one rank in order, up to `room` of them before they are asked for."""
+
+    def __init__(self, comm: Comm, source: int, room: int, device: torch.device, wire: Wire = "exact") -> None:
+        self.comm, self.source, self.room, self.device, self.wire = comm, source, room, device, wire
+        self.coming: deque[Background[Tensor]] = deque()
+
+    def take(self, more: int = 0) -> Tensor:
+        """The next tensor. At least `more` are known to come after it: only those are received ahead of need."""
+        with named(self.comm, self.source):
+            if not self.coming:
+                self._order()
+            tensor = self.coming.popleft().wait()
+            while self.comm.talks_beside and len(self.coming) < min(self.room, more):
+                self._order()
+            return tensor
+
+    def _order(self) -> None:
+        self.coming.append(self.comm.in_background(self._receive, self.device))
+
+    def _receive(self) -> Tensor:
+        code, ndim, *sizes = self.comm.recv(torch.zeros(LABEL_NUMBERS, dtype=torch.int64), self.source).tolist()
+        shape, dtype = sizes[:ndim], DTYPES[code]
+        room = torch.empty(packed_bytes(shape, dtype, self.wire), dtype=torch.uint8, device=self.device)
+        return unpack(self.comm.recv(room, self.source), shape, dtype, self.wire)
+
+
+def label(tensor: Tensor) -> Tensor:
+    """What a tensor's receiver must know beforehand: its type and shape.
+
+    >>> label(torch.zeros(2, 3)).tolist()
+    [0, 2, 2, 3, 0, 0, 0, 0]
+    """
+    if tensor.dtype not in DTYPES or tensor.ndim > LABEL_NUMBERS - 2:
+        raise UsageError(f"blocks cannot pass on {tensor.dtype} of {tensor.ndim} dimensions; at most six are possible")
+    numbers = [DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
+    return torch.tensor(numbers + [0] * (LABEL_NUMBERS - len(numbers)))
+
+
+@contextmanager
+def named(comm: Comm, rank: int) -> Iterator[None]:
+    """Say which stage it was that could not be reached."""
+    try:
+        yield
+    except PeerLost as error:
+        raise PeerLost(f"stage {rank + 1} of {comm.size} does not answer: {error}") from error
+
+
+class Copies:
+    """A module's tensors on other ranks: sent every so many steps, and used one such period later.
+
+    Nobody waits for them: they have a whole period to travel, and which step uses which copy is known beforehand.
+    """
+
+    def __init__(self, comm: Comm, module: nn.Module, source: int, readers: Sequence[int], every: int) -> None:
+        self.comm, self.module, self.source, self.readers, self.every = comm, module, source, readers, every
+        self.sending: list[Pending] = []
+        self.coming: Pending | None = None
+
+    def refresh(self, step: int) -> None:
+        """Called by every rank before every step."""
+        if step == 0 or step % self.every:
+            return
+        if self.comm.rank == self.source:
+            for pending in self.sending:
+                pending.wait()
+            self.sending = [self.comm.start_send(self._bytes(), reader) for reader in self.readers]
+        elif self.comm.rank in self.readers:
+            if self.coming is not None:
+                self._use(self.coming.wait())
+            self.coming = self.comm.start_recv(self._bytes(), self.source)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The copy that is under way."""
+        return {"coming": self.coming.wait()} if self.coming is not None else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.coming = Arrived(state["coming"].to(self._bytes().device)) if "coming" in state else None
+
+    def _bytes(self) -> Tensor:
+        return torch.cat([t.detach().reshape(-1).view(torch.uint8) for t in tensors_of(self.module).values()])
+
+    @torch.no_grad()
+    def _use(self, data: Tensor) -> None:
+        tensors = list(tensors_of(self.module).values())
+        for tensor, part in zip(tensors, data.split([num_bytes(t) for t in tensors]), strict=True):
+            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+class Arrived(NamedTuple):
+    """A message that is here."""
+
+    tensor: Tensor
+
+    def wait(self) -> Tensor:
+        return self.tensor
+
+    def done(self) -> bool:
+        return True

@@ -1,0 +1,232 @@
+"""Local parallelism: the network is cut into blocks, and every block trains itself."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field, PositiveInt
+from torch import Tensor, nn
+
+from thinwire.codecs.features import Wire
+from thinwire.comm.base import Comm
+from thinwire.data import Batch, mix
+from thinwire.mail import Copies, Inbox, Outbox
+from thinwire.reducers.base import Reducer
+from thinwire.reducers.mean import mean
+from thinwire.strategies.base import Recipe
+from thinwire.strategies.staged import Cut, Staged, seeded
+from thinwire.surgery.costs import flops
+from thinwire.surgery.heads import Exit, Head, Joint, Readout, suited
+from thinwire.surgery.hollow import filled
+
+Piece = tuple[Tensor, Tensor, dict[int, Tensor]]  # what went into the block, what came out, losses' gradients there
+
+
+class LocalParallel(Staged):
+    """Blocks that train themselves, each by a loss of its own: activations go forward, nothing comes back.
+
+    Block k gets z_{k−1}, computes z_k = f_k(z_{k−1}), sends it on at once, and then steps along the gradient of
+    L_k = loss(head_k(z_k), y). Nobody waits for a gradient from behind, so there is no bubble after the first batches.
+    With an overlap of o, L_k reaches back through o blocks, and θ_k gets Σ_j ∂L_j/∂θ_k of its window j = k … k+o−1, or
+    only the farthest of them. It is delayed, not stale: pipelined over ranks it computes what one process would, bit
+    for bit. Wire bytes per step and boundary: |z|, and (o−1)·|z| back. The model that you give is emptied.
+
+    Laskin et al., "Parallel Training of Deep Networks with Local Updates", 2020. Overlap: Gomez et al., "Interlocking
+    Backpropagation", 2022.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        comm: Comm,
+        /,
+        *,
+        blocks: PositiveInt | None = None,  # the ranks are shared among so many; default: as many as ranks, if possible
+        cut: Cut = "flops",  # equal flops, time or parameters; or the layers that blocks begin with, as ['6', '12']
+        head: Head = suited(),  # what judges a block: suited to the model, or one of `thinwire list heads`
+        overlap: PositiveInt = 1,  # o: blocks that a loss reaches back through; more = nearer to backprop, more waiting
+        reduce: Literal["sum", "farthest"] = "sum",  # sum or farthest: which losses of its window train a block
+        microbatches: PositiveInt = 1,  # pieces that a batch travels in; more = less memory, smaller messages
+        queue: PositiveInt = 2,  # pieces that may wait on either side of a boundary; more = smoother, more memory
+        wire: Wire = "exact",  # exact, bf16 or int8: what is sent of activations
+        reducer: Reducer = mean(),  # how replicas of a block average gradients
+        seed: Annotated[int, Field(ge=0)] = 0,  # of heads and dropout, with the model's first weights
+    ) -> None:
+        pieces = max(recipe.accumulate, microbatches)
+        super().__init__("local_parallel", model, replace(recipe, accumulate=pieces), comm, blocks, cut, reducer)
+        self.head, self.overlap, self.reduce = head, min(overlap, self.num_blocks), reduce
+        self.seed = mix(seed, zlib.crc32(bytes(next(model.parameters()).detach().cpu().flatten().view(torch.uint8))))
+        device, far = next(model.parameters()).device, self.num_blocks * pieces
+        before, after = self.number - 1, self.number + 1
+        self.inbox = Inbox(self.column, before, queue, device, wire) if not self.is_first else None
+        self.outbox = Outbox(self.column, after, queue, wire) if not self.is_last else None
+        self.gradients_out = Outbox(self.column, before, far)  # those of one step
+        self.gradients_in = Inbox(self.column, after, 0, device)
+        self.copies: Copies | None = None  # of the model's last layer, where heads read with one
+
+    # ---- which loss trains whom
+
+    def _used(self, loss: int) -> bool:
+        """Does a block's loss train any block?"""
+        return self.reduce == "sum" or loss >= self.overlap - 1 or loss == self.num_blocks - 1
+
+    def _trained_by(self, block: int) -> list[int]:
+        """The losses that train a block, nearest first."""
+        window = range(block, min(block + self.overlap, self.num_blocks))
+        return list(window) if self.reduce == "sum" else [window[-1]]
+
+    def _passing(self, boundary: int) -> list[int]:
+        """The losses whose gradients cross from a block back to the one before it."""
+        window = range(boundary, min(boundary + self.overlap - 1, self.num_blocks)) if boundary > 0 else range(0)
+        return [loss for loss in window if self._used(loss)]
+
+    # ---- training
+
+    def step(self, batch: Batch) -> Tensor:
+        if not self.begun:
+            self.begin(batch[0])
+        self.steps_left = max(0, self.steps_left - 1)
+        if self.copies is not None:
+            self.copies.refresh(self.learner.num_steps)
+        self.gradients_out.flush()
+        inputs, targets = (t.to(self.example.device, non_blocking=True) for t in batch)
+        pieces = list(zip(self.learner.pieces(inputs), self.learner.pieces(targets), strict=True))
+        arriving = self._passing(self.number + 1)
+        losses, waiting = [], []
+        for i, (x, y) in enumerate(pieces):
+            piece, loss = self._forward(i, x, y, len(x) / len(inputs), more=len(pieces) - 1 - i + self.steps_left)
+            losses.append(loss)
+            waiting.append(piece)
+            if not arriving:
+                self._backward(*waiting.pop())
+        for j in arriving:
+            for z_in, z, gradients in waiting:
+                gradients[j] = self.gradients_in.take()
+                self._pass_on(j, z_in, z, gradients[j])
+        for piece in waiting:
+            self._backward(*piece)
+        self.exchange.finish()
+        self.learner.loss = torch.stack(losses).sum()
+        self.learner.update()
+        return self.learner.loss
+
+    def _forward(self, number: int, x: Tensor, y: Tensor, weight: float, more: int) -> tuple[Piece, Tensor]:
+        """f_k, sent on; then this block's own loss, and its gradient with respect to z_k."""
+        z_in = x if self.inbox is None else self.inbox.take(more)
+        if self._passing(self.number):
+            z_in.requires_grad_()
+        at = (self.number, self.replica, self.learner.num_steps, number)
+        with self._as_in_one_process(*at, 0):
+            z = self.stage.block(z_in.clone() if z_in.requires_grad else z_in)
+        if self.outbox is not None:
+            self.outbox.put(z)
+        gradients: dict[int, Tensor] = {}
+        loss = torch.zeros((), device=z.device)
+        if self._used(self.number):
+            shown = z.detach().requires_grad_()
+            with self._as_in_one_process(*at, 1):
+                loss = self._loss(shown, y) * weight
+            loss.backward()
+            assert shown.grad is not None
+            gradients[self.number] = shown.grad
+            self._pass_on(self.number, z_in, z, shown.grad)
+        return (z_in, z, gradients), loss.detach()
+
+    @contextmanager
+    def _as_in_one_process(self, *place: int) -> Iterator[None]:
+        """Dropout depends on where in the run it is, not on the rank that computes it."""
+        device = self.example.device
+        with (
+            seeded(device, self.seed, *place),
+            torch.autocast(device.type, torch.bfloat16, enabled=self.recipe.autocast),
+        ):
+            yield
+
+    def _loss(self, z: Tensor, y: Tensor) -> Tensor:
+        head = self.stage.head
+        if isinstance(head, Exit):
+            return head.loss(z, y, self.recipe.loss)
+        return self.recipe.loss(z if head is None else head(z), y)
+
+    def _pass_on(self, loss: int, z_in: Tensor, z: Tensor, gradient: Tensor) -> None:
+        """∂L_j/∂z_{k−1} to the block before, if L_j reaches that far; but see `_backward`."""
+        if loss in self._passing(self.number) and self._trained_by(self.number) != [loss]:
+            (at_input,) = torch.autograd.grad(z, z_in, gradient, retain_graph=True)
+            self.gradients_out.put(at_input)
+
+    def _backward(self, z_in: Tensor, z: Tensor, gradients: dict[int, Tensor]) -> None:
+        """∂L/∂θ_k of all losses that train this block, in one pass; and ∂L/∂z_{k−1} with it, of a single one."""
+        trained_by = self._trained_by(self.number)
+        if z.requires_grad:
+            z.backward(functools.reduce(torch.add, [gradients[j] for j in trained_by]))
+        if len(trained_by) == 1 and trained_by[0] in self._passing(self.number):
+            assert z_in.grad is not None
+            self.gradients_out.put(z_in.grad)
+
+    def end_epoch(self) -> None:
+        """Wait until what is under way has arrived."""
+        for box in (self.outbox, self.gradients_out):
+            if box is not None:
+                box.flush()
+
+    # ---- heads
+
+    def heads(self, outputs: Sequence[Tensor], seen: Sequence[Tensor], ends: Sequence[int]) -> list[nn.Module | None]:
+        modules = [unit.module for unit in self.units]
+        with seeded(torch.device("cpu"), self.seed):
+            return [
+                self.head.fit(Joint(outputs[k], outputs[-1], modules[end:], seen[end:-1], k, self.num_blocks))
+                if k < self.num_blocks - 1 and self._used(k)
+                else None
+                for k, end in enumerate(ends)
+            ]
+
+    def flops_of(self, stage: int, block: nn.Module, head: nn.Module | None, z_in: Tensor, z: Tensor) -> float:
+        passing, single = self._passing(stage), self._trained_by(stage)
+        with_weights = flops(block, z_in, input_gradient=passing[-1:] == single)
+        for_inputs = flops(block, z_in, input_gradient=True, weights=False) - flops(
+            block, z_in, input_gradient=False, weights=False
+        )
+        alone = len(passing) - (passing[-1:] == single)
+        return with_weights + alone * for_inputs + (flops(head, z, input_gradient=True) if head is not None else 0)
+
+    def exits(self) -> list[nn.Module]:
+        """The blocks up to each head, with that head. Collective."""
+        parts = self.gathered(heads=True) if self.begun else []
+        stages = [filled(stage, tensors) for stage, tensors in zip(self.stages if parts else [], parts, strict=True)]
+        return [
+            nn.Sequential(*(stage.get_submodule("block") for stage in stages[: k + 1]), stage.get_submodule("head"))
+            for k, stage in enumerate(stages)
+            if stage.head is not None
+        ]
+
+    # ---- states
+
+    def begin(self, inputs: Tensor, starts: Sequence[int] | None = None) -> None:
+        super().begin(inputs, starts)
+        readers = {k: stage.head for k, stage in enumerate(self.stages) if isinstance(stage.head, Readout)}
+        if readers:
+            head = self.stage.head
+            module = head.lagged if isinstance(head, Readout) else next(reversed(list(self.stage.block.children())))
+            ranks = [k * self.num_replicas + self.replica for k in readers]
+            last = (self.num_blocks - 1) * self.num_replicas + self.replica
+            self.copies = Copies(self.comm, module, last, ranks, next(iter(readers.values())).every)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {
+            "seed": self.seed,
+            "copies": self.copies.state_dict() if self.copies is not None else {},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.seed = state["seed"]
+        if self.copies is not None:
+            self.copies.load_state_dict(state["copies"])

@@ -1,0 +1,191 @@
+"""Blocks: a model cut into parts that are run one after the other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import fx, nn
+from torch.fx.passes.split_module import split_module
+
+from thinwire.errors import UsageError
+
+_TRACING = threading.Lock()  # torch.fx replaces the call of every module while it traces one
+
+
+class Unit(NamedTuple):
+    """A part of a model that is not cut any further, and the layer that it begins with."""
+
+    name: str
+    module: nn.Module
+
+
+def units_of(model: nn.Module, at: Sequence[str] = ()) -> list[Unit]:
+    """The smallest parts into which a model may be cut, in the order they run: model(x) = u_n(…u_1(x)).
+
+    A unit begins at each layer with a matrix of weights, and at the layers named in `at`; what follows without one
+    (norms, activations, pooling) belongs to it. Of a model that is not an nn.Sequential, torch.fx finds the layers that
+    exactly one tensor goes into.
+
+    >>> net = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
+    >>> [unit.name for unit in units_of(net)]
+    ['0', '3']
+    """
+    if type(model) is not nn.Sequential:
+        return _traced_units(model, at)
+    layers = _opened(model)
+    _check_names(at, [name for name, _ in layers[1:]])
+    groups: list[tuple[str, list[nn.Module]]] = []
+    heavy = False  # does the last group have a matrix yet?
+    for name, layer in layers:
+        if not groups or name in at or (heavy and _has_matrix(layer)):
+            groups.append((name, []))
+            heavy = False
+        heavy = heavy or _has_matrix(layer)
+        groups[-1][1].append(layer)
+    return [Unit(name, nn.Sequential(*members)) for name, members in groups]
+
+
+def _opened(model: nn.Sequential, prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """The layers of a sequence, with those of plain sequences inside of it."""
+    found: list[tuple[str, nn.Module]] = []
+    for name, layer in model._modules.items():
+        assert layer is not None
+        inside = type(layer) is nn.Sequential and not layer._forward_hooks and not layer._forward_pre_hooks
+        found += _opened(layer, f"{prefix}{name}.") if inside else [(prefix + name, layer)]  # type: ignore[arg-type]
+    return found
+
+
+def _has_matrix(layer: nn.Module) -> bool:
+    return any(p.ndim > 1 for p in layer.parameters())
+
+
+class _Outline(fx.Tracer):
+    """Looks into a model no deeper than where it may be cut: everything else is one call."""
+
+    def __init__(self, at: Sequence[str]) -> None:
+        super().__init__()
+        self.at = at
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        holds_a_cut = any(name.startswith(f"{module_qualified_name}.") for name in self.at)
+        return type(m) is not nn.Sequential and not holds_a_cut
+
+
+def _traced_units(model: nn.Module, at: Sequence[str]) -> list[Unit]:
+    tracer = _Outline(at)
+    try:
+        with _TRACING:
+            graph = tracer.trace(model)
+    except Exception as error:
+        raise UsageError(
+            f"{type(model).__name__} cannot be cut into blocks: torch.fx cannot follow its forward ({error}); "
+            "write it as an nn.Sequential of its layers"
+        ) from error
+    traced = fx.GraphModule(model, graph)
+    calls = [node for node in graph.nodes if node.op == "call_module"]
+    _check_names(at, [str(node.target) for node in calls[1:]])
+    cuts = {}
+    for node in calls[1:]:
+        crossing = _crossing(graph, node)
+        if str(node.target) in at and len(crossing) != 1:
+            raise UsageError(_skips(node, crossing))
+        if len(crossing) == 1 and (str(node.target) in at or _has_matrix(model.get_submodule(str(node.target)))):
+            cuts[node] = str(node.target)
+    number = 0
+    unit_of_node = {}
+    for node in graph.nodes:
+        number += node in cuts
+        unit_of_node[node] = number
+    for node in graph.nodes:
+        if node.op == "get_attr":  # belongs where it is used
+            unit_of_node[node] = min(unit_of_node[user] for user in node.users) if node.users else 0
+    whole = split_module(traced, model, lambda node: unit_of_node[node])
+    parts = [module for name, module in whole.named_children() if name.startswith("submod_")]
+    first = str(calls[0].target) if calls else "the input"
+    return [Unit(name, part) for name, part in zip([first, *cuts.values()], parts, strict=True)]
+
+
+def _crossing(graph: fx.Graph, at: fx.Node) -> list[fx.Node]:
+    """What is made before a node and needed by it or after it. Weights need not cross: they go where they are used."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    return [
+        node
+        for node in graph.nodes
+        if order[node] < order[at] and node.op != "get_attr" and any(order[user] >= order[at] for user in node.users)
+    ]
+
+
+def _skips(node: fx.Node, crossing: Sequence[fx.Node]) -> str:
+    order = {n: i for i, n in enumerate(node.graph.nodes)}
+    behind = {n: next(u for u in n.users if order[u] >= order[node]) for n in crossing}
+    what = ", ".join(f"{n.target} (for {u.target})" for n, u in behind.items())
+    return (
+        f"the model cannot be cut at {node.target}: {len(crossing)} tensors cross there, {what}; a block passes on "
+        "one. Cut where no skip connection is open, as at the beginning of a residual block"
+    )
+
+
+def _check_names(at: Sequence[str], possible: Sequence[str]) -> None:
+    for name in at:
+        if name not in possible:
+            some = ", ".join(possible[:12]) + (", …" if len(possible) > 12 else "")
+            raise UsageError(f"the model has no layer {name!r} to begin a block with; possible: {some}")
+
+
+def block_of(units: Sequence[Unit]) -> nn.Module:
+    """Units that run one after the other, as one module; it shares their tensors.
+
+    >>> net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2))
+    >>> len(list(block_of(units_of(net)[:1]).parameters()))
+    2
+    """
+    layers = [x for u in units for x in (u.module if type(u.module) is nn.Sequential else [u.module])]
+    return nn.Sequential(*layers)
+
+
+def balanced(costs: Sequence[float], num_blocks: int, least: Callable[[int], float] = lambda unit: 0.0) -> list[int]:
+    """Where blocks begin so that the dearest is as cheap as can be, and of those ways the one with the least Σ cost².
+
+    `least(i)` is what it costs besides to end a block before unit i.
+
+    >>> balanced([1, 1, 1, 3], 2)
+    [0, 3]
+    """
+    n = len(costs)
+    until = [0.0]
+    for cost in costs:
+        until.append(until[-1] + cost)
+
+    def price(begin: int, end: int) -> float:
+        return until[end] - until[begin] + (least(end) if end < n else 0.0)
+
+    best: dict[tuple[int, int], tuple[float, float, list[int]]] = {(0, 0): (0.0, 0.0, [])}
+    for k in range(1, num_blocks + 1):
+        for end in range(k, n - (num_blocks - k) + 1):
+            ways = [
+                (max(best[k - 1, begin][0], price(begin, end)), best[k - 1, begin][1] + price(begin, end) ** 2, begin)
+                for begin in range(k - 1, end)
+                if (k - 1, begin) in best
+            ]
+            top, squares, begin = min(ways)
+            best[k, end] = top, squares, [*best[k - 1, begin][2], begin]
+    return best[num_blocks, n][2]
+
+
+def check_ties(blocks: Sequence[nn.Module], model: nn.Module) -> None:
+    """Raise UsageError if two blocks have a tensor in common: they would train it apart."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        names.setdefault(id(tensor), []).append(name)
+    owners: dict[int, int] = {}
+    for number, block in enumerate(blocks, 1):
+        for tensor in [*block.parameters(), *block.buffers()]:
+            first = owners.setdefault(id(tensor), number)
+            if first != number:
+                tied = " and ".join(dict.fromkeys(names[id(tensor)]))
+                raise UsageError(
+                    f"{tied} are one tensor, which blocks {first} and {number} would train apart; "
+                    "untie it, or cut so that one block holds all of its uses"
+                )

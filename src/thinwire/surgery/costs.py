@@ -1,0 +1,69 @@
+"""What parts of a model cost: operations, time, and the shapes of what they pass on."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+TIMED_RUNS = 3
+
+
+@torch.no_grad()
+def shown(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
+    """What goes into each module, and what comes out of the last, when they run one after the other in eval mode."""
+    seen = [x]
+    for module in modules:
+        modes = {m: m.training for m in module.modules()}
+        seen.append(module.eval()(seen[-1]))
+        for m, mode in modes.items():
+            m.training = mode
+    return seen
+
+
+def flops(module: nn.Module, x: Tensor, *, input_gradient: bool, weights: bool = True) -> int:
+    """Floating-point operations of a forward and a backward pass, of matrix products, attention and convolutions.
+
+    Counted on shapes alone where the module can run without numbers.
+
+    >>> flops(nn.Linear(8, 4), torch.ones(2, 8), input_gradient=False)  # 2·2·8·4 forward, and as many for the weights
+    256
+    """
+    twin = copy.deepcopy(module).eval().requires_grad_(weights)
+    try:
+        return _counted(copy.deepcopy(twin).to("meta"), x.to("meta"), input_gradient)
+    except (RuntimeError, NotImplementedError):  # something that needs to see numbers
+        return _counted(twin, x, input_gradient)
+
+
+def _counted(module: nn.Module, x: Tensor, input_gradient: bool) -> int:
+    with FlopCounterMode(display=False) as counter:
+        _forward_backward(module, x, input_gradient)
+    return int(counter.get_total_flops())
+
+
+def seconds(module: nn.Module, x: Tensor, *, input_gradient: bool) -> float:
+    """How long a forward and a backward pass take, the shortest of a few."""
+    twin = copy.deepcopy(module).eval()  # of which nothing is remembered
+    times = []
+    for _ in range(TIMED_RUNS):
+        begin = time.perf_counter()
+        _forward_backward(twin, x, input_gradient)
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def _forward_backward(module: nn.Module, x: Tensor, input_gradient: bool) -> None:
+    given = x.detach().clone()
+    given.requires_grad_(input_gradient and x.is_floating_point())
+    with torch.enable_grad():
+        out: Any = module(given * 1 if given.requires_grad else given)
+        if out.requires_grad:
+            out.backward(torch.ones_like(out))
