@@ -40,7 +40,7 @@ _said: set[str] = set()
 class Progress(Protocol):
     """Told of every step and epoch."""
 
-    def step(self, step: int, loss: float, samples_per_second: float, wire_bytes: int) -> None: ...
+    def step(self, step: int, loss: float | None, samples_per_second: float, wire_bytes: int) -> None: ...
     def epoch(self, row: dict[str, Any]) -> None: ...
     def say(self, text: str) -> None: ...
     def due(self) -> bool: ...
@@ -50,7 +50,7 @@ class Progress(Protocol):
 class Silent:
     """For ranks other than the first."""
 
-    def step(self, step: int, loss: float, samples_per_second: float, wire_bytes: int) -> None: ...
+    def step(self, step: int, loss: float | None, samples_per_second: float, wire_bytes: int) -> None: ...
     def epoch(self, row: dict[str, Any]) -> None: ...
     def say(self, text: str) -> None: ...
     def due(self) -> bool:
@@ -80,11 +80,12 @@ class Shown:
         """Is it time to show something? Asked first, because knowing the loss may make a GPU wait."""
         return time.monotonic() - self.last >= self.every_seconds
 
-    def step(self, step: int, loss: float, samples_per_second: float, wire_bytes: int) -> None:
+    def step(self, step: int, loss: float | None, samples_per_second: float, wire_bytes: int) -> None:
         self.last = time.monotonic()
         left = (self.last - self.begin) / max(step - self.start, 1) * (self.num_steps - step)
         speed = f"{samples_per_second:,.0f} samples/s  {size(wire_bytes)}"
-        news = f"loss {loss:.4f}{self.value}  {speed}  {clock(left)} left"
+        known = "" if loss is None else f"loss {loss:.4f}"
+        news = f"{known}{self.value}  {speed}  {clock(left)} left".strip()
         if self.bars.disable:
             say(f"step {step}/{self.num_steps}  {news}")
         else:
@@ -122,7 +123,7 @@ class Reported:
     def due(self) -> bool:
         return time.monotonic() - self.last >= REPORT_SECONDS
 
-    def step(self, step: int, loss: float, samples_per_second: float, wire_bytes: int) -> None:
+    def step(self, step: int, loss: float | None, samples_per_second: float, wire_bytes: int) -> None:
         self.last = time.monotonic()
         news = {"step": step, "num_steps": self.num_steps, "value": self.value, "metric": self.metric}
         write_text(self.file, json.dumps(news))

@@ -69,6 +69,10 @@ class RunFolder:
         self.sharded_model = path / "model"
         self.checkpoints = path / "checkpoints"
 
+    def exit_model(self, number: int) -> Path:
+        """The model that ends with its first so many blocks."""
+        return self.path / f"exit-{number}.safetensors"
+
     @staticmethod
     def new(config: RunConfig) -> RunFolder:
         """A folder for a new run, not made yet; one that holds a run already is refused, never written over."""
@@ -78,7 +82,7 @@ class RunFolder:
         if folder.config.exists():
             raise UsageError(f"{folder.path} holds a run already; add --resume to go on with it, or give another --out")
         files = (folder.metrics, folder.ledger, folder.timeline, folder.summary, folder.model, folder.factored_model)
-        for left in (*files, folder.sharded_model, folder.checkpoints):
+        for left in (*files, folder.sharded_model, folder.checkpoints, folder.exit_model(1)):
             if left.exists():
                 raise UsageError(f"{folder.path} holds {left.name} of a run without config.toml; give another --out")
         parent = next(p for p in (folder.path, *folder.path.absolute().parents) if p.exists())

@@ -27,6 +27,7 @@ TABLE: dict[str, dict[str, str]] = {
         "ab": "thinwire.strategies.ab:AB",
         "ist": "thinwire.strategies.ist:IST",
         "local_parallel": "thinwire.strategies.local_parallel:LocalParallel",
+        "pipeline": "thinwire.strategies.pipeline:Pipeline",
     },
     "reducers": {
         "mean": "thinwire.reducers.mean:mean",

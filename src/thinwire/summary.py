@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from thinwire.tasks.base import Task
 
 
 class Small(NamedTuple):
-    """A model with low-rank layers as two thin ones, and its metric on the test set."""
+    """A model that is smaller than the whole one, and its metric on the test set."""
 
     model: nn.Module
     value: float
@@ -27,6 +28,7 @@ class Small(NamedTuple):
 def summarise(
     config: RunConfig, task: Task, link: LinkReport, *, epochs: int, steps: int, seconds: float, train_seconds: float,
     samples: int, value: float, best: float, parameters: int, consolidated: nn.Module, small: Small | None,
+    exits: Sequence[Small], status: dict[str, Any],
     everyone: list[dict[str, Any]], nodes: int, device: torch.device,
 ) -> dict[str, Any]:  # fmt: skip
     """The summary of a run. `everyone` has what each rank knows of itself."""
@@ -63,6 +65,9 @@ def summarise(
         "parameters_consolidated": count(small.model if small else consolidated),
         "model_bytes": _saved_bytes(consolidated),
         "factored": small and _about(small, consolidated),
+        "exits": [{"parameters": count(exit.model), "value": exit.value} for exit in exits],
+        "flops_per_sample": status.get("flops_per_sample"),
+        "backprop_flops_per_sample": status.get("backprop_flops_per_sample"),
         "peak_memory_bytes": max(one["peak_memory_bytes"] for one in everyone),
         "versions": versions(device),
     }

@@ -25,7 +25,7 @@ def result_table(summary: dict[str, Any], rows: list[dict[str, Any]]) -> Group:
     words = (
         f"{clock(summary['seconds'])} in all, {clock(summary['train_seconds'])} of it training, "
         f"{100 * summary['waiting_share']:.0f} % of that waiting for the network; "
-        f"{summary['parameters']:,} parameters\n{_factored_line(summary)}"
+        f"{summary['parameters']:,} parameters\n{_factored_line(summary)}{_blocks_line(summary)}"
         f"a rank sent {size(summary['wire_bytes_per_rank'])} on average; the rows are rank 0's"
     )
     if summary["nodes"] > 1 or summary["link"]:
@@ -49,6 +49,25 @@ def _factored_line(summary: dict[str, Any]) -> str:
         f"with low-rank layers as two thin ones: {small['parameters']:,} parameters ({small['ratio']:.1f} : 1), "
         f"{size(small['bytes'])} instead of {size(summary['model_bytes'])}, {summary['metric']} {value}\n"
     )
+
+
+def _blocks_line(summary: dict[str, Any]) -> str:
+    """What blocks cost that train themselves, and how well each would do as the end of the model."""
+    flops, backprop = summary["flops_per_sample"], summary["backprop_flops_per_sample"]
+    if not flops:
+        return ""
+    words = f"{count_of(flops)} operations to train on a sample, {flops / backprop:.2f} of backpropagation's\n"
+    exits = ", ".join(show(exit["value"], summary["metric"]) for exit in summary["exits"])
+    return words + (f"{summary['metric']} of early exits, first block first: {exits}\n" if exits else "")
+
+
+def count_of(number: float) -> str:
+    """A large number with a fitting unit.
+
+    >>> count_of(999), count_of(1234), count_of(5_600_000_000)
+    ('999', '1.23 k', '5.60 G')
+    """
+    return size(number).removesuffix("B").strip()
 
 
 def network_line(summary: dict[str, Any]) -> str:

@@ -192,7 +192,8 @@ class Run:
             raise not_finite(self.at.step - len(losses) + first + 1, losses[first].item())
         self._advance(loss_sum=self.at.loss_sum + losses.sum().item())
         if self.progress.due():
-            self.progress.step(self.at.step, losses[-1].item(), samples_per_second, self.comm.ledger.wire_bytes)
+            loss = losses[-1].item() if self.strategy.sees_loss else None
+            self.progress.step(self.at.step, loss, samples_per_second, self.comm.ledger.wire_bytes)
 
     def _transformed(self, inputs: Tensor) -> Tensor:
         """Inputs as the model sees them, with augmentation that depends on (seed, epoch, batch, shard) alone."""
@@ -207,7 +208,8 @@ class Run:
             model = self.strategy.to_test()
         tested = self._tested(model)
         with self.comm.ledger.purpose("eval"):
-            train_loss = self.comm.mean(torch.tensor(self.at.loss_sum / self.at.batch, dtype=torch.float64))
+            seen = torch.tensor([self.at.loss_sum / self.at.batch, 1.0], dtype=torch.float64) * self.strategy.sees_loss
+            loss_sum, num_seeing = self.comm.sum(seen).tolist()
         everyone = self.meters.gather(self.at.train_seconds)
         timeline = self.meters.gather_timeline() if self.at.epoch == 0 else []
         self._advance(epochs_seconds=everyone[0]["train_seconds"])
@@ -217,7 +219,7 @@ class Run:
             **where,
             "seconds": self._seconds(),
             "train_seconds": self.at.train_seconds,
-            "train_loss": train_loss.item(),
+            "train_loss": loss_sum / num_seeing,
             **{f"test_{name}": value for name, value in tested.items()},
             "samples_per_second": samples_per_second,
             "wire_bytes": round(sum(line["wire_bytes"] for ledger in ledgers for line in ledger) / self.comm.size),
@@ -235,6 +237,7 @@ class Run:
     def _finish(self) -> dict[str, Any]:
         model = self.strategy.to_test()
         small = self._factored()
+        exits = [Small(exit, self._tested(exit)[self.task.metric]) for exit in self.strategy.exits()]
         assert self.at.value is not None
         assert self.at.best is not None
         everyone = self.meters.gather(self.at.train_seconds)
@@ -242,6 +245,7 @@ class Run:
             self.config, self.task, self.meters.link, epochs=self.at.epoch, steps=self.at.step, seconds=self._seconds(),
             train_seconds=self.at.train_seconds, samples=self.at.samples,
             value=self.at.value, best=self.at.best, parameters=self.num_parameters, consolidated=model, small=small,
+            exits=exits, status=self.strategy.status(),
             everyone=everyone, nodes=len(set(self.comm.nodes)), device=self.device,
         )  # fmt: skip
         if isinstance(model, Streamed):
@@ -249,6 +253,8 @@ class Run:
         if self.comm.rank == 0:
             if not isinstance(model, Streamed):
                 checkpoint.save_model(model, self.folder.model)
+            for number, exit in enumerate(exits, 1):
+                checkpoint.save_model(exit.model, self.folder.exit_model(number))
             if small is not None:
                 checkpoint.save_model(small.model, self.folder.factored_model)
             self.folder.save_summary(summary)

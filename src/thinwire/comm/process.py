@@ -111,7 +111,7 @@ class ProcessComm(Comm):
         staged = self._staged(tensor)
         if not staged.numel():
             return _Work(None, staged, tensor.device)
-        return _guarded(
+        return guarded(
             lambda: _Work(dist.all_reduce(staged, OPS[op], self.group, async_op=True), staged, tensor.device)
         )
 
@@ -119,7 +119,7 @@ class ProcessComm(Comm):
         sent = _as_bytes(self._staged(tensor))
         out = self._room(self.size * sent.numel(), tensor.device)
         if sent.numel():
-            _guarded(lambda: dist.all_gather(list(out.view(self.size, -1).unbind()), sent, self.group))
+            guarded(lambda: dist.all_gather(list(out.view(self.size, -1).unbind()), sent, self.group))
         return _parts(out, [tensor] * self.size)
 
     def _all_to_all(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
@@ -127,22 +127,22 @@ class ProcessComm(Comm):
         sent = sent if sent.device == self.wire_device else self._staged(sent)
         sizes, counts = [num_bytes(part) for part in like], [num_bytes(part) for part in parts]
         out = self._room(sum(sizes), like[0].device)
-        _guarded(lambda: dist.all_to_all_single(out, sent, sizes, counts, self.group))
+        guarded(lambda: dist.all_to_all_single(out, sent, sizes, counts, self.group))
         return _parts(out, like)
 
     def _broadcast(self, tensor: Tensor, root: int) -> Tensor:
         sent = _as_bytes(self._staged(tensor))
         if sent.numel():
-            _guarded(lambda: dist.broadcast(sent, group=self.group, group_src=root))
+            guarded(lambda: dist.broadcast(sent, group=self.group, group_src=root))
         return _restored(sent, tensor)
 
     def _start_send(self, tensor: Tensor, to: int) -> Pending:
         sent = _as_bytes(self._staged(tensor))
-        return _guarded(lambda: _Work(dist.isend(sent, group=self.group, group_dst=to), sent, self.wire_device))
+        return guarded(lambda: _Work(dist.isend(sent, group=self.group, group_dst=to), sent, self.wire_device))
 
     def _start_recv(self, like: Tensor, source: int) -> Pending:
         out = self._room(num_bytes(like), like.device)
-        return _guarded(
+        return guarded(
             lambda: _Receiving(_Work(dist.irecv(out, group=self.group, group_src=source), out, like.device), like)
         )
 
@@ -172,7 +172,7 @@ class _Work:
 
     def wait(self) -> Tensor:
         if self.work is not None:
-            _guarded(self.work.wait)
+            guarded(self.work.wait)
         to_gpu = self.device.type == "cuda"  # from pinned memory, which is kept until the copy is done
         return self.tensor.to(self.device, non_blocking=to_gpu)
 
@@ -193,7 +193,7 @@ class _Receiving(NamedTuple):
         return self.work.done()
 
 
-def _guarded(run: Callable[[], T]) -> T:
+def guarded(run: Callable[[], T]) -> T:
     """Turn torch's connection errors into PeerLost, after a moment in which the launcher can see the first cause."""
     try:
         return run()

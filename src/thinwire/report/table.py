@@ -9,7 +9,7 @@ from typing import NamedTuple
 from thinwire.report.marks import better
 from thinwire.report.words import spec_of
 from thinwire.results import Entry, Figure, Results, Spread, on_link, spread
-from thinwire.tables import show, size
+from thinwire.tables import count_of, show, size
 
 
 class Column(NamedTuple):
@@ -55,6 +55,7 @@ def _columns(results: Results) -> list[Column]:
         _column("Samples per s", "samples_per_second", lambda speed: f"{speed:,.0f}", 1),
         _column("Peak memory", "peak_memory_bytes", size, -1),
         Column("Factored model", _factored, lambda e: None, 0),
+        Column("Operations a sample", _operations, lambda e: None, 0),
     ]
 
 
@@ -109,6 +110,15 @@ def _factored(entry: Entry) -> str | None:
         return None
     num_bytes, ratio = (sum(one[key] for one in small) / len(small) for key in ("bytes", "ratio"))
     return f'{size(num_bytes)}<span class="sub">{ratio:.1f} : 1</span>'
+
+
+def _operations(entry: Entry) -> str | None:
+    """What training on a sample costs, and how much that is of backpropagation's; of strategies that cut models."""
+    found = [summary for r in entry.finished if (summary := r.summary) and summary.get("flops_per_sample")]
+    if not found:
+        return None
+    flops, backprop = (found[0][key] for key in ("flops_per_sample", "backprop_flops_per_sample"))
+    return f'{count_of(flops)}<span class="sub">{flops / backprop:.2f} × backprop</span>'
 
 
 def _best(column: Column, entries: list[Entry]) -> set[int]:

@@ -18,7 +18,7 @@ from thinwire.overlap import Afterwards, Alone, Exchange
 from thinwire.progress import say_once
 from thinwire.reducers.base import Reducer, restored
 from thinwire.strategies.base import Learner, Recipe, Strategy, average_buffers, replicate
-from thinwire.surgery.blocks import Unit, balanced, check_ties, units_of
+from thinwire.surgery.blocks import Unit, balanced, check_ties, resolved, units_of
 from thinwire.surgery.costs import flops, seconds, shown
 from thinwire.surgery.hollow import filled, hollow, tensors_of
 
@@ -83,11 +83,14 @@ class Staged(Strategy):
         self.example = inputs[:EXAMPLE_SAMPLES].detach().to(device)
         modules = [unit.module for unit in self.units]
         seen = shown(modules, self.example)
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.recipe.autocast):
+            on_the_wire = shown(modules, self.example)
         self.starts = list(starts) if starts is not None else self._starts(seen)
         ends = [*self.starts[1:], len(self.units)]
         blocks = [nn.Sequential(*modules[a:b]) for a, b in zip(self.starts, ends, strict=True)]
         check_ties(blocks, self.model)
         outputs = [seen[end] for end in ends]
+        self.edges = [on_the_wire[i] for i in (0, *ends)]  # examples of what goes into each block, and of the output
         heads = self.heads(outputs, seen, ends)
         with self.comm.ledger.purpose("start"):
             in_one_go(
@@ -119,7 +122,8 @@ class Staged(Strategy):
 
     def _starts(self, seen: Sequence[Tensor]) -> list[int]:
         if isinstance(self.cut, list):
-            return [0, *sorted(i for i, unit in enumerate(self.units) if unit.name in self.cut)]
+            begins = resolved(self.cut, [unit.name for unit in self.units[1:]])
+            return [0, *(i for i, unit in enumerate(self.units) if unit.name in begins)]
         if self.cut == "parameters":
             costs = [float(sum(p.numel() for p in unit.module.parameters())) for unit in self.units]
         else:
@@ -127,7 +131,8 @@ class Staged(Strategy):
             passing = zip(self.units, seen[:-1], strict=True)
             costs = [measure(unit.module, x, input_gradient=i > 0) for i, (unit, x) in enumerate(passing)]
         starts = torch.tensor(balanced(costs, self.num_blocks))
-        return [int(i) for i in self.comm.broadcast(starts)]
+        with self.comm.ledger.purpose("start"):
+            return [int(i) for i in self.comm.broadcast(starts)]
 
     def flops_of(self, stage: int, block: nn.Module, head: nn.Module | None, z_in: Tensor, z: Tensor) -> float:
         """Operations of a stage in training, for the example; here those of backpropagation."""

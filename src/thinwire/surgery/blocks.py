@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from torch import fx, nn
-from torch.fx.passes.split_module import split_module
 
 from thinwire.errors import UsageError
 
@@ -35,11 +35,11 @@ def units_of(model: nn.Module, at: Sequence[str] = ()) -> list[Unit]:
     if type(model) is not nn.Sequential:
         return _traced_units(model, at)
     layers = _opened(model)
-    _check_names(at, [name for name, _ in layers[1:]])
+    at = resolved(at, [name for name, _ in layers[1:]])
     groups: list[tuple[str, list[nn.Module]]] = []
     heavy = False  # does the last group have a matrix yet?
     for name, layer in layers:
-        if not groups or name in at or (heavy and _has_matrix(layer)):
+        if not groups or name in at or (_has_matrix(layer) and (heavy or groups[1:])):
             groups.append((name, []))
             heavy = False
         heavy = heavy or _has_matrix(layer)
@@ -83,28 +83,42 @@ def _traced_units(model: nn.Module, at: Sequence[str]) -> list[Unit]:
             f"{type(model).__name__} cannot be cut into blocks: torch.fx cannot follow its forward ({error}); "
             "write it as an nn.Sequential of its layers"
         ) from error
-    traced = fx.GraphModule(model, graph)
     calls = [node for node in graph.nodes if node.op == "call_module"]
-    _check_names(at, [str(node.target) for node in calls[1:]])
-    cuts = {}
+    at = resolved(at, [str(node.target) for node in calls[1:]])
+    cuts: dict[fx.Node, fx.Node] = {}  # a unit's first layer, and what goes into it
     for node in calls[1:]:
-        crossing = _crossing(graph, node)
-        if str(node.target) in at and len(crossing) != 1:
+        crossing, is_asked_for = _crossing(graph, node), str(node.target) in at
+        if is_asked_for and len(crossing) != 1:
             raise UsageError(_skips(node, crossing))
-        if len(crossing) == 1 and (str(node.target) in at or _has_matrix(model.get_submodule(str(node.target)))):
-            cuts[node] = str(node.target)
-    number = 0
-    unit_of_node = {}
+        if len(crossing) == 1 and (is_asked_for or _has_matrix(model.get_submodule(str(node.target)))):
+            cuts[node] = crossing[0]
+    parts: list[list[fx.Node]] = [[]]
     for node in graph.nodes:
-        number += node in cuts
-        unit_of_node[node] = number
-    for node in graph.nodes:
-        if node.op == "get_attr":  # belongs where it is used
-            unit_of_node[node] = min(unit_of_node[user] for user in node.users) if node.users else 0
-    whole = split_module(traced, model, lambda node: unit_of_node[node])
-    parts = [module for name, module in whole.named_children() if name.startswith("submod_")]
-    first = str(calls[0].target) if calls else "the input"
-    return [Unit(name, part) for name, part in zip([first, *cuts.values()], parts, strict=True)]
+        if node in cuts:
+            parts.append([])
+        parts[-1].append(node)
+    names = [str(calls[0].target) if calls else "the input", *(str(node.target) for node in cuts)]
+    ins = [None, *cuts.values(), None]
+    modules = [_part(model, nodes, *ends) for nodes, ends in zip(parts, pairwise(ins), strict=True)]
+    return [Unit(name, module) for name, module in zip(names, modules, strict=True)]
+
+
+def _part(model: nn.Module, nodes: Sequence[fx.Node], into: fx.Node | None, out: fx.Node | None) -> fx.GraphModule:
+    """Some nodes of a model as a module: from one tensor, or the model's input, to another, or its output."""
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {} if into is None else {into: graph.placeholder("z")}
+
+    def copied(node: fx.Node) -> fx.Node:
+        if node not in made:  # a weight, which is read where it is used
+            made[node] = graph.node_copy(node)
+        return made[node]
+
+    for node in nodes:
+        if node.op != "get_attr":
+            made[node] = graph.node_copy(node, copied)
+    if out is not None:
+        graph.output(made[out])
+    return fx.GraphModule(model, graph)
 
 
 def _crossing(graph: fx.Graph, at: fx.Node) -> list[fx.Node]:
@@ -127,11 +141,16 @@ def _skips(node: fx.Node, crossing: Sequence[fx.Node]) -> str:
     )
 
 
-def _check_names(at: Sequence[str], possible: Sequence[str]) -> None:
+def resolved(at: Sequence[str], possible: Sequence[str]) -> list[str]:
+    """The layers that blocks shall begin with; a name of several layers stands for the first of them."""
+    found = []
     for name in at:
-        if name not in possible:
+        layer = next((p for p in possible if p == name or p.startswith(f"{name}.")), None)
+        if layer is None:
             some = ", ".join(possible[:12]) + (", …" if len(possible) > 12 else "")
             raise UsageError(f"the model has no layer {name!r} to begin a block with; possible: {some}")
+        found.append(layer)
+    return found
 
 
 def block_of(units: Sequence[Unit]) -> nn.Module:

@@ -64,6 +64,7 @@ def _forward_backward(module: nn.Module, x: Tensor, input_gradient: bool) -> Non
     given = x.detach().clone()
     given.requires_grad_(input_gradient and x.is_floating_point())
     with torch.enable_grad():
-        out: Any = module(given * 1 if given.requires_grad else given)
+        run = getattr(module, "computed", module)  # a head may compute more in training than its output
+        out: Any = run(given * 1 if given.requires_grad else given)
         if out.requires_grad:
             out.backward(torch.ones_like(out))

@@ -41,6 +41,11 @@ class Exit(nn.Module):
         """What the block and the head are trained to make small."""
         return loss(self(z), targets)
 
+    def computed(self, z: Tensor) -> Tensor:
+        """A number for which everything must be computed that training needs."""
+        out: Tensor = self(z)
+        return out.sum()
+
 
 def suited() -> Head:
     """Chosen from the model: readout for language models, auglocal for images, predsim for vectors."""
@@ -118,6 +123,9 @@ class _PredSim(Exit):
         wanted = similarity(nn.functional.one_hot(targets, out.shape[-1]).float())
         found = similarity(self.compared(z).float())
         return (1 - self.beta) * loss(out, targets) + self.beta * nn.functional.mse_loss(found, wanted)
+
+    def computed(self, z: Tensor) -> Tensor:
+        return super().computed(z) + similarity(self.compared(z)).sum()
 
 
 def similarity(features: Tensor) -> Tensor:
@@ -257,7 +265,10 @@ def _adapter(have: Tensor, want: Tensor) -> list[nn.Module]:
         return []
     if have.ndim == want.ndim == 4:
         pooled = [nn.AdaptiveAvgPool2d(tuple(want.shape[2:]))] if have.shape[2:] != want.shape[2:] else []
-        mixed = [nn.Conv2d(have.shape[1], want.shape[1], 1)] if have.shape[1] != want.shape[1] else []
+        width = want.shape[1]
+        mixed = (
+            [nn.Conv2d(have.shape[1], width, 1, bias=False), nn.GroupNorm(1, width)] if have.shape[1] != width else []
+        )
         return [*pooled, *mixed]
     if have.ndim == want.ndim == 3 and have.shape[1] == want.shape[1]:
         return [nn.Linear(have.shape[2], want.shape[2])]

@@ -1,0 +1,84 @@
+"""Pipeline parallelism: backpropagation through blocks on different ranks, the baseline of local parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from pydantic import PositiveInt
+from torch import Tensor, nn
+
+from thinwire.comm.base import Comm
+from thinwire.comm.pipelining import Kind, Pipe
+from thinwire.comm.process import ProcessComm
+from thinwire.data import Batch
+from thinwire.errors import UsageError
+from thinwire.reducers.base import Reducer
+from thinwire.reducers.mean import mean
+from thinwire.strategies.base import Recipe
+from thinwire.strategies.staged import Cut, Staged
+
+
+class Pipeline(Staged):
+    """Backpropagation with each block of the model on ranks of its own: torch's GPipe and 1F1B schedules.
+
+    A batch is cut into M microbatches, which follow one another through the K blocks and back. It computes what one
+    rank would; each rank stands still for (K−1)/(M+K−1) of every step, and longer where the wire is slow. Wire bytes
+    per step and boundary: |z| forward and |z| back. The model that you give is emptied.
+
+    Huang et al., "GPipe", 2019. 1F1B: Narayanan et al., "PipeDream", 2019.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        comm: Comm,
+        /,
+        *,
+        schedule: Kind = "1f1b",  # gpipe or 1f1b: all microbatches forward, then back; or by turns, in less memory
+        blocks: PositiveInt | None = None,  # the ranks are shared among so many; default: as many as ranks, if possible
+        cut: Cut = "flops",  # equal flops, time or parameters; or the layers that blocks begin with, as ['6', '12']
+        microbatches: PositiveInt = 4,  # M: more = less standing still, smaller messages
+        reducer: Reducer = mean(),  # how replicas of a block average gradients
+    ) -> None:
+        if not isinstance(comm, ProcessComm):
+            raise UsageError("pipeline: torch's pipelines need processes; simulate cannot run them, thinwire train can")
+        super().__init__("pipeline", model, recipe, comm, blocks, cut, reducer)
+        self.schedule, self.microbatches = schedule, microbatches
+
+    def begin(self, inputs: Tensor, starts: Sequence[int] | None = None) -> None:
+        super().begin(inputs, starts)
+        assert isinstance(self.column, ProcessComm)
+        ends = self.edges[self.number], self.edges[self.number + 1]
+        self.pipe = Pipe(self.column, self._block, ends, self._loss, self.schedule)
+
+    def _block(self, x: Tensor) -> Tensor:
+        with self._half():
+            out: Tensor = self.stage.block(x)
+        return out
+
+    def _loss(self, out: Tensor, targets: Tensor) -> Tensor:
+        with self._half():
+            return self.recipe.loss(out, targets)
+
+    def _half(self) -> torch.autocast:
+        return torch.autocast(self.example.device.type, torch.bfloat16, enabled=self.recipe.autocast)
+
+    def step(self, batch: Batch) -> Tensor:
+        if not self.begun:
+            self.begin(batch[0])
+        inputs, targets = (t.to(self.example.device, non_blocking=True) for t in batch)
+        parts = max(self.microbatches, self.recipe.accumulate)
+        fitting = [m for m in range(1, parts + 1) if len(inputs) % m == 0 and (len(inputs) >= 2 * m or m == 1)]
+        self.learner.loss = self.pipe.step(inputs, targets, fitting[-1])
+        self.exchange.finish()
+        self.learner.update(over_all=self._norm_of_the_whole)
+        return self.learner.loss
+
+    def _norm_of_the_whole(self, norm: Tensor) -> Tensor:
+        """√Σ‖g_k‖² over the blocks, where the gradient is clipped by it."""
+        return norm if self.recipe.clip_norm is None else self.column.sum(norm.square()).sqrt()
+
+    def end_epoch(self) -> None:
+        """Nothing to do: a step ends on all ranks together."""

@@ -1,0 +1,162 @@
+"""Blocks: where models are cut, and that their parts compute what they computed."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from thinwire import registry
+from thinwire.errors import UsageError
+from thinwire.surgery.blocks import balanced, block_of, check_ties, units_of
+from thinwire.surgery.costs import flops, seconds, shown
+from thinwire.tasks.models.transformer import Block
+
+INPUTS = {
+    "gpt": ((12,), torch.randint(0, 7, (3, 12), generator=torch.Generator().manual_seed(0))),
+    "vit": ((3, 8, 8), torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))),
+}
+IMAGES = ((3, 32, 32), torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0)))
+UNITS = {"mlp": 3, "cnn": 4, "vgg8": 8, "vgg16": 14, "resnet18": 10, "resnet32": 17, "resnet50": 18, "gpt": 7, "vit": 9}
+
+
+@pytest.mark.parametrize("name", registry.TABLE["models"])
+def test_the_units_of_every_model_compute_what_it_does(name: str) -> None:
+    shape, inputs = INPUTS.get(name, IMAGES)
+    torch.manual_seed(0)
+    model = registry.build("models", name, shape, 7).eval()
+    units = units_of(model)
+    assert len(units) == UNITS[name]
+    seen = shown([unit.module for unit in units], inputs)
+    assert torch.equal(seen[-1], model(inputs))
+    assert sum(p.numel() for u in units for p in u.module.parameters()) == sum(p.numel() for p in model.parameters())
+    for cut in (1, len(units) // 2, len(units) - 1):
+        assert torch.equal(block_of(units[cut:])(block_of(units[:cut])(inputs)), seen[-1])
+
+
+class Written(nn.Module):
+    """A transformer as people write it: not a sequence, with weights of its own and a loop over a list."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.words = nn.Embedding(7, 8)
+        self.places = nn.Parameter(torch.randn(12, 8))
+        self.dropout = nn.Dropout(0.1)
+        self.blocks = nn.ModuleList(Block(8, 2, causal=True) for _ in range(3))
+        self.norm = nn.LayerNorm(8)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.head = nn.Linear(8, 7, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.dropout(self.words(x) + self.places[: x.shape[1]])
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(self.norm(x) * self.scale)
+        return out
+
+
+class Skipping(nn.Module):
+    """The first layer's output is used again at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.last = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.first(x)
+        out: Tensor = self.last(self.third(self.second(first)) + first)
+        return out
+
+
+class Choosing(nn.Module):
+    """What it does depends on the numbers that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x) if x.sum() > 0 else x
+        return out
+
+
+def test_a_model_that_is_not_a_sequence_is_cut_where_one_tensor_passes() -> None:
+    model, inputs = Written().eval(), INPUTS["gpt"][1]
+    units = units_of(model)
+    assert [unit.name for unit in units] == ["words", "blocks.0", "blocks.1", "blocks.2", "head"]
+    assert torch.equal(shown([unit.module for unit in units], inputs)[-1], model(inputs))
+    owned = {id(p) for unit in units for p in unit.module.parameters()}
+    assert owned == {id(p) for p in model.parameters()}
+
+
+def test_a_cut_inside_a_module_is_found_by_its_name() -> None:
+    model = Written().eval()
+    with pytest.raises(UsageError, match=r"cannot be cut at blocks.1.mlp.0: 2 tensors cross there, .*passes on one"):
+        units_of(model, ["blocks.1.mlp"])
+    units = units_of(model, ["norm"])
+    assert [unit.name for unit in units][-2:] == ["norm", "head"]
+    inputs = INPUTS["gpt"][1]
+    assert torch.equal(shown([unit.module for unit in units], inputs)[-1], model(inputs))
+
+
+def test_no_cut_crosses_a_skip_connection() -> None:
+    assert [unit.name for unit in units_of(Skipping())] == ["first", "second", "last"]
+    with pytest.raises(
+        UsageError, match=r"cut at third: 2 tensors cross there, first \(for .*\), second \(for third\)"
+    ):
+        units_of(Skipping(), ["third"])
+
+
+def test_names_in_a_sequence_may_be_anywhere_in_it() -> None:
+    net = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    assert [unit.name for unit in units_of(net)] == ["0.0", "1.0"]
+    assert [unit.name for unit in units_of(net, ["0.1"])] == ["0.0", "0.1", "1.0"]
+    assert [unit.name for unit in units_of(net, ["1"])] == ["0.0", "1.0"]
+    with pytest.raises(UsageError, match=r"no layer '2' to begin a block with; possible: 0.1, 1.0, 1.1"):
+        units_of(net, ["2"])
+
+
+def test_a_model_that_cannot_be_followed_says_so() -> None:
+    with pytest.raises(UsageError, match=r"Choosing cannot be cut .*write it as an nn.Sequential"):
+        units_of(Choosing())
+
+
+def test_tied_weights_stay_together() -> None:
+    model = Written(tied=True)
+    units = [unit.module for unit in units_of(model)]
+    check_ties([nn.Sequential(*units)], model)
+    with pytest.raises(UsageError, match=r"words.weight and head.weight are one tensor, which blocks 1 and 2 would"):
+        check_ties([nn.Sequential(*units[:3]), nn.Sequential(*units[3:])], model)
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.data())
+def test_the_dearest_block_is_as_cheap_as_can_be(costs: list[int], data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, len(costs)))
+
+    def dearest(starts: list[int]) -> int:
+        ends = [*starts[1:], len(costs)]
+        return max(sum(costs[a:b]) for a, b in zip(starts, ends, strict=True))
+
+    found = balanced(costs, count)
+    assert len(found) == count
+    assert found == sorted(set(found))
+    assert found[0] == 0
+    assert dearest(found) == min(dearest([0, *cut]) for cut in combinations(range(1, len(costs)), count - 1))
+
+
+def test_operations_are_counted_forward_and_backward() -> None:
+    layer, x = nn.Linear(8, 4), torch.ones(2, 8)
+    assert flops(layer, x, input_gradient=False) == 2 * (2 * 2 * 8 * 4)
+    assert flops(layer, x, input_gradient=True) == 3 * (2 * 2 * 8 * 4)
+    assert flops(layer, x, input_gradient=True, weights=False) == 2 * (2 * 2 * 8 * 4)
+    attention = Block(8, 2, causal=True)
+    linear = 3 * 2 * 5 * 8 * (24 + 8 + 32 + 32)
+    assert flops(attention, torch.ones(1, 5, 8), input_gradient=True) == linear + 3 * 2 * (2 * 5 * 5 * 8)
+    assert layer.weight.grad is None
+    assert seconds(layer, x, input_gradient=True) > 0
