@@ -199,6 +199,42 @@ def test_narrow_networks_on_a_gpu_are_those_of_a_cpu(
             torch.testing.assert_close(straight[name], value, rtol=1e-2, atol=1e-3)
 
 
+def in_blocks(comm: Comm, spec: str, device: str) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+    """Stop in mid-epoch; then the whole model, and its early exits."""
+    strategies = stopped_and_not(comm, spec, device, 14)
+    first, second = ({name: t.cpu() for name, t in weights(s.consolidate()).items()} for s in strategies)
+    assert next(strategies[0].model.parameters()).device.type == device
+    exits = strategies[0].exits()
+    assert all(exit(batches(1, 4)[0][0].to(device)).shape == (4, 3) for exit in exits)
+    return first, second, len(exits)
+
+
+@pytest.mark.parametrize(
+    "options", ["", "overlap=2", "overlap=3, reduce=farthest, microbatches=2", "wire=bf16", "wire=int8"]
+)
+def test_blocks_on_a_gpu_are_those_of_a_cpu(process_world: ProcessWorlds, options: str) -> None:
+    spec = f"local_parallel({options})"
+    on_gpu, on_cpu = process_world.run(in_blocks, 3, spec, "cuda"), on_threads(in_blocks, 3, spec, "cpu")
+    for straight, resumed, exits in on_gpu:
+        assert same(straight, resumed)
+        assert same(straight, on_gpu[0][0])
+        assert exits == on_cpu[0][2]
+        for name, value in on_cpu[0][0].items():
+            torch.testing.assert_close(straight[name], value, rtol=1e-2, atol=1e-3)
+
+
+def piped(comm: Comm) -> str:
+    try:
+        train(comm, "pipeline")
+    except tw.UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_torchs_pipelines_need_nccl(process_world: ProcessWorlds) -> None:
+    assert all("need nccl" in message for message in process_world.run(piped, 2))
+
+
 def test_nccl_gives_cpu_tensors_back_whole() -> None:
     """A world of one on nccl: results of CPU tensors are copied off the GPU before anybody reads them."""
     with tw.join(backend="nccl", device="cuda:0") as comm:
