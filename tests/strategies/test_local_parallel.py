@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -15,6 +16,7 @@ import thinwire as tw
 from tests.worlds import ProcessWorlds
 from thinwire.comm.base import Comm
 from thinwire.data import mix
+from thinwire.errors import PeerLost, UsageError
 from thinwire.strategies.local_parallel import LocalParallel
 from thinwire.strategies.staged import seeded
 from thinwire.surgery.heads import Exit, Readout
@@ -184,3 +186,308 @@ def test_so_it_is_on_threads(kind: str, ranks: int, options: str, overlap: int, 
         return pipelined_and_not(comm, kind, 0.3, f"local_parallel({options})", overlap, reduce, pieces, 5)
 
     assert all(tw.simulate(run, ranks=ranks))
+
+
+# ---- what it is equal to
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1, 0.9, weight_decay=0.01)
+
+
+def backprop(model: nn.Module, data: Data, optimizer: Any) -> dict[str, Tensor]:
+    model = copy.deepcopy(model)
+    stepper = optimizer(model.parameters())
+    for x, y in data:
+        stepper.zero_grad()
+        loss_of(model(x), y).backward()
+        stepper.step()
+    return weights(model)
+
+
+def trained(comm: Comm, spec: str, kind: str, optimizer: Any, num_steps: int = 6) -> dict[str, Tensor]:
+    strategy = trainer(comm, spec, MODELS[kind, 0.0], optimizer)
+    shard = strategy.shard
+    for x, y in batches(kind, num_steps):
+        strategy.step((x[shard.index :: shard.count], y[shard.index :: shard.count]))
+    return weights(strategy.consolidate())
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
+@pytest.mark.parametrize("kind", ["deep", "gpt"])
+def test_one_block_is_backpropagation_bit_for_bit(world: World, kind: str, optimizer: Any) -> None:
+    wanted = backprop(MODELS[kind, 0.0], batches(kind, 6), optimizer)
+    for found in world(trained, 1, "local_parallel", kind, optimizer):
+        assert same(found, wanted)
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
+@pytest.mark.parametrize(("kind", "ranks"), [("deep", 4), ("gpt", 3)])
+def test_the_farthest_loss_of_a_window_of_all_blocks_is_backpropagation_bit_for_bit(
+    world: World, kind: str, ranks: int, optimizer: Any
+) -> None:
+    wanted = backprop(MODELS[kind, 0.0], batches(kind, 6), optimizer)
+    for found in world(trained, ranks, f"local_parallel(overlap={ranks}, reduce=farthest)", kind, optimizer):
+        assert same(found, wanted)
+
+
+def first_gradients(comm: Comm, spec: str) -> tuple[dict[str, Tensor], list[dict[str, Tensor]], list[int]]:
+    """How far each weight goes in the first step of plain gradient descent, and what blocks and heads began with."""
+    strategy = trainer(comm, spec, MODELS["deep", 0.0], lambda p: torch.optim.SGD(p, 1.0))
+    batch = batches("deep", 1)[0]
+    strategy.begin(batch[0])
+    before, parts = weights(strategy.consolidate()), strategy.gathered(heads=True)
+    strategy.step(batch)
+    after = weights(strategy.consolidate())
+    return {name: before[name] - after[name] for name in before}, parts, strategy.starts
+
+
+@pytest.mark.parametrize("reduce", ["sum", "farthest"])
+@pytest.mark.parametrize("overlap", [1, 2, 3, 4])
+def test_weights_get_the_losses_of_their_window_and_no_others(reduce: str, overlap: int) -> None:
+    """Against torch's own derivative of those losses, computed over again from where each window begins."""
+    spec = f"local_parallel(head=linear, overlap={overlap}, reduce={reduce})"
+    moved, parts, starts = tw.simulate(lambda comm: first_gradients(comm, spec), ranks=4)[0]
+    net, (x, y) = copy.deepcopy(MODELS["deep", 0.0]), batches("deep", 1)[0]
+    cuts = [0, 4, 8, 12, 13]
+    assert starts == [0, 1, 2, 3]
+    blocks = [net[a:b] for a, b in pairwise(cuts)]
+    for k, block in enumerate(blocks):
+        window = range(k, min(k + overlap, 4)) if reduce == "sum" else [min(k + overlap, 4) - 1]
+        z = x
+        for earlier in blocks[:k]:
+            z = earlier(z).detach()
+        total, z = torch.zeros(()), block(z)
+        for j in range(k, 4):
+            if j > k:
+                z = blocks[j](z)
+            if j in window:
+                layers = {n.removeprefix("head.layers.0."): t for n, t in parts[j].items() if n.startswith("head.")}
+                out = nn.functional.linear(z, layers["weight"], layers["bias"]) if j < 3 else z
+                total = total + loss_of(out, y)
+        gradients = torch.autograd.grad(total, list(block.parameters()))
+        for (name, _), gradient in zip(block.named_parameters(), gradients, strict=True):
+            torch.testing.assert_close(moved[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_replicas_of_blocks_are_blocks_with_larger_batches(world: World) -> None:
+    """Without BatchNorm; with it, statistics are a replica's own."""
+    alone = world(trained, 2, "local_parallel(blocks=2)", "gpt", sgd)[0]
+    for found in world(trained, 4, "local_parallel(blocks=2)", "gpt", sgd):
+        for name, value in alone.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
+
+
+# ---- what crosses the wire
+
+
+def sent(comm: Comm, spec: str) -> tuple[list[tuple[str, int, int]], int]:
+    strategy = trainer(comm, spec, MODELS["deep", 0.0])
+    for batch in batches("deep", 5, size=12):
+        strategy.step(batch)
+    strategy.end_epoch()
+    rows = [row for row in comm.ledger.rows() if row["purpose"] == "train"]
+    return [(row["op"], row["calls"], row["wire_bytes"]) for row in rows if row["wire_bytes"]], strategy.number
+
+
+@pytest.mark.parametrize(
+    ("options", "z_bytes"),
+    [("", 12 * 16 * 4), ("wire=bf16", 12 * 16 * 2), ("wire=int8", 260), ("microbatches=3", 12 * 16 * 4)],
+)
+def test_activations_go_forward_and_nothing_comes_back(world: World, options: str, z_bytes: int) -> None:
+    pieces = 3 if "micro" in options else 1
+    for rows, number in world(sent, 4, f"local_parallel({options})"):
+        messages = 5 * pieces
+        assert rows == ([("send", 2 * messages, 5 * z_bytes + 64 * messages)] if number < 3 else [])
+
+
+@pytest.mark.parametrize(("overlap", "reduce"), [(2, "sum"), (3, "sum"), (2, "farthest"), (4, "farthest")])
+def test_gradients_come_back_from_a_window_only(world: World, overlap: int, reduce: str) -> None:
+    z = 12 * 16 * 4 + 64
+    for rows, number in world(sent, 4, f"local_parallel(overlap={overlap}, reduce={reduce})"):
+        losses = [
+            j
+            for j in range(number, min(number + overlap - 1, 4))
+            if number and (reduce == "sum" or j >= overlap - 1 or j == 3)
+        ]
+        assert sum(row[2] for row in rows) == 5 * z * ((number < 3) + len(losses))
+
+
+# ---- a slow stage, a dead one
+
+
+def slowly(comm: Comm, queue: int) -> tuple[list[float], int]:
+    """The third of four stages is slow. When does each stage begin a step; and how many messages wait at most?"""
+    strategy = trainer(comm, f"local_parallel(queue={queue})", MODELS["deep", 0.0])
+    begins, most = [], 0
+    strategy.begin_epoch(20)
+    for batch in batches("deep", 20):
+        begins.append(time.monotonic())
+        if comm.rank == 2:
+            time.sleep(0.02)
+        strategy.step(batch)
+        boxes = [box.under_way for box in (strategy.outbox,) if box] + [box.coming for box in (strategy.inbox,) if box]
+        most = max([most, *map(len, boxes)])
+    strategy.end_epoch()
+    return begins, most
+
+
+@pytest.mark.parametrize("queue", [1, 3])
+def test_nobody_runs_further_ahead_of_a_slow_stage_than_the_queues_allow(world: World, queue: int) -> None:
+    results = world(slowly, 4, queue)
+    assert max(most for _, most in results) <= queue
+    for ahead, behind in pairwise([begins for begins, _ in results]):
+        for i in range(2 * queue + 2, 20):  # what both queues hold, and one in hand on either side
+            assert ahead[i] > behind[i - 2 * queue - 2]
+
+
+def one_dies(comm: Comm) -> str:
+    strategy = trainer(comm, "local_parallel", MODELS["deep", 0.0])
+    for i, batch in enumerate(batches("deep", 20)):
+        if comm.rank == 2 and i == 3:
+            raise MemoryError("no more")
+        try:
+            strategy.step(batch)
+        except PeerLost as error:
+            return str(error)
+    return ""
+
+
+def test_a_dead_stage_is_named_by_its_neighbours() -> None:
+    found: dict[int, str] = {}
+
+    def run(comm: Comm) -> None:
+        found[comm.rank] = one_dies(comm)
+
+    with pytest.raises(MemoryError):
+        tw.simulate(run, ranks=4)
+    assert "stage 3 of 4 does not answer" in found[1]
+    assert "stage 3 of 4 does not answer" in found[3]
+    assert found[0].startswith("stage 2 of 4 does not answer") or found[0] == ""
+
+
+# ---- what is possible
+
+
+@pytest.mark.parametrize(
+    ("spec", "ranks", "message"),
+    [
+        ("local_parallel(blocks=5)", 5, r"5 blocks, but the model can be cut into 4, which begin at 0, 4, 8, 12; use"),
+        ("local_parallel(blocks=3)", 4, r"4 ranks cannot share 3 blocks equally; try blocks=1 or blocks=2 or blocks=4"),
+        ("local_parallel(cut=['4', '9'], blocks=2)", 3, r"2 cuts make 3 blocks, not blocks=2"),
+        ("local_parallel(cut=['99'])", 2, r"no layer '99' to begin a block with; possible: 1, 2, 3, 4"),
+        ("local_parallel(head=nonsense)", 2, r"unknown head 'nonsense'"),
+        ("local_parallel(overlap=0)", 2, r"overlap=0 is not possible"),
+        ("local_parallel(head=conv)", 2, r"head=conv is for images"),
+        ("pipeline", 2, r"need processes"),
+    ],
+)
+def test_what_is_not_possible_is_said(spec: str, ranks: int, message: str) -> None:
+    def run(comm: Comm) -> None:
+        trainer(comm, spec, MODELS["deep", 0.0]).step(batches("deep", 1)[0])
+
+    with pytest.raises(UsageError, match=message):
+        tw.simulate(run, ranks=ranks)
+
+
+def test_tied_weights_are_not_cut_apart() -> None:
+    model = copy.deepcopy(MODELS["gpt", 0.0])
+    model[-1].weight = model[0].weight
+
+    def run(comm: Comm) -> None:
+        trainer(comm, "local_parallel", model).step(batches("gpt", 1)[0])
+
+    with pytest.raises(
+        UsageError, match=r"0.weight and 7.weight are one tensor, which blocks 1 and 2 would train apart"
+    ):
+        tw.simulate(run, ranks=2)
+    assert tw.simulate(run, ranks=1) == [None]
+
+
+def test_blocks_begin_at_names_or_where_costs_are_equal() -> None:
+    def cut(spec: str) -> list[str]:
+        def run(comm: Comm) -> list[str]:
+            strategy = trainer(comm, spec, MODELS["deep", 0.0])
+            strategy.step(batches("deep", 1)[0])
+            return strategy.status()["blocks"]
+
+        found = tw.simulate(run, ranks=2)
+        assert found[0] == found[1]
+        return found[0]
+
+    assert cut("local_parallel(cut=['9'])") == ["0", "9"]
+    assert cut("local_parallel(cut=parameters)") == ["0", "8"]
+    assert cut("local_parallel") == ["0", "8"]
+    assert cut("local_parallel(cut=time)")[0] == "0"
+
+
+class Written(nn.Module):
+    """Not a sequence, and with a weight that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.unused = nn.Parameter(torch.ones(3))
+        self.end = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        out: Tensor = self.end(x)
+        return out
+
+
+def written_by_hand(comm: Comm) -> tuple[dict[str, Tensor], str, float]:
+    torch.manual_seed(0)
+    strategy = trainer(comm, "local_parallel(overlap=2, reduce=farthest)", WRITTEN, sgd)
+    for batch in batches("deep", 4):
+        strategy.step(batch)
+    whole = strategy.consolidate()
+    return weights(whole), type(whole).__name__, strategy.flops_per_sample
+
+
+WRITTEN = Written()
+
+
+def test_a_model_that_is_not_a_sequence_trains_and_comes_back_as_it_is_written(world: World) -> None:
+    wanted = backprop(WRITTEN, batches("deep", 4), sgd)
+    for found, kind, _ in world(written_by_hand, 2):
+        assert kind == "Written"
+        assert same(found, wanted)
+
+
+def test_early_exits_are_the_blocks_so_far_with_their_head(world: World) -> None:
+    for exits, whole, losses in world(exits_of, 3):
+        assert len(exits) == 2
+        assert [len(exit) for exit in exits] == [2, 3]
+        x, y = batches("deep", 1)[0]
+        assert torch.equal(exits[0][0](x), whole[:4](x))
+        for exit, before in zip(exits, losses, strict=True):
+            assert loss_of(exit(x), y).item() < before
+
+
+def exits_of(comm: Comm) -> tuple[list[nn.Module], nn.Module, list[float]]:
+    strategy = trainer(comm, "local_parallel", MODELS["deep", 0.0])
+    x, y = batches("deep", 1)[0]
+    strategy.begin(x)
+    before = [loss_of(exit.eval()(x), y).item() for exit in strategy.exits()]
+    for _ in range(30):
+        strategy.step((x, y))
+    return [exit.eval() for exit in strategy.exits()], strategy.consolidate().eval(), before
+
+
+def test_operations_of_heads_are_counted(world: World) -> None:
+    def run(comm: Comm, spec: str) -> tuple[float, float]:
+        strategy = trainer(comm, spec, MODELS["deep", 0.0])
+        strategy.begin(batches("deep", 1)[0][0])
+        return strategy.flops_per_sample, strategy.backprop_flops_per_sample
+
+    layers = [6 * 16, 16 * 16, 16 * 16, 16 * 3]
+    backprop_flops = 2 * (2 * layers[0] + 3 * sum(layers[1:]))
+    heads = 3 * 2 * 3 * (16 * 3)
+    found = tw.simulate(lambda comm: run(comm, "local_parallel(head=linear)"), ranks=4)[0]
+    assert found == (2 * 2 * sum(layers) + heads, backprop_flops)
+    twice = tw.simulate(lambda comm: run(comm, "local_parallel(head=linear, overlap=2)"), ranks=4)[0]
+    assert twice[0] == 2 * (2 * sum(layers) + sum(layers[1:])) + heads
+    farthest = tw.simulate(lambda comm: run(comm, "local_parallel(overlap=4, reduce=farthest)"), ranks=4)[0]
+    assert farthest == (backprop_flops, backprop_flops)

@@ -48,7 +48,7 @@ class Exit(nn.Module):
 
 
 def suited() -> Head:
-    """Chosen from the model: readout for language models, auglocal for images, predsim for vectors."""
+    """Chosen from the model: readout where it returns sequences, linear for vectors, else auglocal."""
 
     def fit(joint: Joint) -> nn.Module:
         if joint.out.ndim == 3:
@@ -161,7 +161,7 @@ def auglocal(
 
 
 def readout(
-    every: PositiveInt = 50,  # steps from one copy to the next; lower = fresher, more bytes
+    every: PositiveInt = 10,  # steps from one copy to the next; lower = fresher, more bytes
 ) -> Head:
     """A private layer like the model's last but one, then a copy of its last one, read only and brought now and then.
 
