@@ -285,6 +285,42 @@ def check_factored(folder: Path, summary: dict[str, Any]) -> None:
     assert {name for name, (rank, largest) in row["ranks"].items() if rank < largest} == names
 
 
+IN_BLOCKS = {
+    "model": "mlp(width=32, depth=3, norm=True)", "optimizer": "adamw", "lr": 0.01, "epochs": 2, "checkpoint_every": 1,
+    "keep": 1000,
+}  # fmt: skip
+CUT = {"local": "local_parallel(blocks=2, head=readout(every=4), overlap=2)", "pipeline": "pipeline(blocks=2)"}
+
+
+def blocks_cut_short(comm: Comm, name: str, folder: str) -> dict[str, Any]:
+    config = {**IN_BLOCKS, "strategy": CUT[name]}
+    summary = train(comm, {**config, "out": Path(folder, "whole")})
+    go_on_from(comm, 27, config, folder, "cut")
+    return summary
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_run_in_blocks_goes_on_exactly_and_tells_of_its_exits(
+    process_world: ProcessWorlds, tmp_path: Path, name: str
+) -> None:
+    summary = process_world.run(blocks_cut_short, 4, name, str(tmp_path))[0]
+    assert same_files(tmp_path / "whole", tmp_path / "cut")
+    for file in ("metrics.jsonl", "ledger.jsonl") if name == "local" else ():  # torch's stages vote anew, in 4 bytes
+        assert timeless(tmp_path / "whole", file) == timeless(tmp_path / "cut", file)
+    rows = read_rows(tmp_path / "whole" / "metrics.jsonl")
+    assert rows[1]["train_loss"] < rows[0]["train_loss"] < 2.4
+    assert summary["backprop_flops_per_sample"] == 2 * (2 * 64 * 32 + 3 * (2 * 32 * 32 + 32 * 10))
+    exits = sorted((tmp_path / "whole").glob("exit-*.safetensors"))
+    assert len(exits) == len(summary["exits"]) == (1 if name == "local" else 0)
+    if name == "local":
+        assert summary["flops_per_sample"] > summary["backprop_flops_per_sample"]
+        tensors = load_file(exits[0])
+        counted = sum(t.numel() for n, t in tensors.items() if "running" not in n and "num_" not in n)
+        assert summary["exits"][0]["parameters"] == counted
+        assert summary["exits"][0]["value"] > 50
+        assert exits[0].read_bytes() == (tmp_path / "cut" / exits[0].name).read_bytes()
+
+
 NARROW = {
     "strategy": "ist(local_steps=7)", "model": "mlp(width=32, norm=True)", "optimizer": "adamw", "lr": 0.01,
     "epochs": 2, "checkpoint_every": 1, "keep": 1000,

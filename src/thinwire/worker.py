@@ -293,7 +293,6 @@ class Run:
         before = self.meters.state_dict()
         found = self.checkpoints.load_latest()
         step, state = found or (0, None)
-        self.meters.load_state_dict(state["meters"] if state else before)  # as if never stopped
         at = Position(**state["position"]) if state else Position()
         if (at.epoch, at.batch) > (self._get("epochs"), 0):
             done = f"{at.epoch} epochs and {at.batch} steps"
@@ -301,10 +300,12 @@ class Run:
         if self.comm.rank == 0:
             self.folder.forget_after(step)
         if state is None:
+            self.meters.load_state_dict(before)
             self._say(f"{self.folder.path} has no checkpoint that can be used; starting from the beginning")
             return
         self.strategy.load_state_dict(state["strategy"])
         checkpoint.set_random_state(state["random"])
+        self.meters.load_state_dict(state["meters"])  # as if never stopped
         self.at = at
         self._say(f"resuming at step {step} of {self.num_steps}")
 

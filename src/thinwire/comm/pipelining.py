@@ -42,15 +42,14 @@ class Pipe:
         """Add the gradient of the mean loss to `.grad`; returns the loss on the last stage, 0 on the others."""
         schedule, stage = self._schedule(len(inputs) // microbatches, microbatches)
         self._book(len(inputs))
+        given, wanted = (inputs,) if self.is_first else (), targets if self.is_last else None
         losses: list[Tensor] = []
         stage.computed.clear()
         begin = time.perf_counter()
-        guarded(
-            lambda: schedule.step(
-                *((inputs,) if self.is_first else ()), target=targets if self.is_last else None,
-                losses=losses if self.is_last else None, return_outputs=False,
-            )
-        )  # fmt: skip
+        try:
+            guarded(lambda: schedule.step(*given, target=wanted, losses=losses, return_outputs=False))
+        except RuntimeError as error:
+            raise error.__cause__ if isinstance(error.__cause__, RunError) else error from None  # torch wraps them
         self._note_waiting(begin, stage.computed)
         return (
             torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=inputs.device)

@@ -172,6 +172,7 @@ class LocalParallel(Staged):
 
     def end_epoch(self) -> None:
         """Wait until what is under way has arrived."""
+        super().end_epoch()
         for box in (self.outbox, self.gradients_out):
             if box is not None:
                 box.flush()

@@ -79,6 +79,3 @@ class Pipeline(Staged):
     def _norm_of_the_whole(self, norm: Tensor) -> Tensor:
         """√Σ‖g_k‖² over the blocks, where the gradient is clipped by it."""
         return norm if self.recipe.clip_norm is None else self.column.sum(norm.square()).sqrt()
-
-    def end_epoch(self) -> None:
-        """Nothing to do: a step ends on all ranks together."""

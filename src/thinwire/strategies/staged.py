@@ -73,7 +73,10 @@ class Staged(Strategy):
         return self.number == self.num_blocks - 1
 
     def begin_epoch(self, num_steps: int | None) -> None:
-        self.steps_left = num_steps or 0
+        self.steps_left = self.steps_left or num_steps or 0  # some are, where a run goes on in mid-epoch
+
+    def end_epoch(self) -> None:
+        self.steps_left = 0
 
     # ---- how it begins
 
@@ -183,7 +186,7 @@ class Staged(Strategy):
             return {"model": self.model.state_dict()}
         return {
             "example": torch.zeros_like(self.example), "starts": self.starts,
-            "learner": self.learner.state_dict(), "reducer": self.exchange.states,
+            "learner": self.learner.state_dict(), "reducer": self.exchange.states, "steps_left": self.steps_left,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -196,6 +199,7 @@ class Staged(Strategy):
             raise RunError(f"the saved state has blocks that begin at units {state['starts']}; use the same cut")
         if not self.begun:
             self.begin(state["example"], state["starts"])
+        self.steps_left = state["steps_left"]
         self.learner.load_state_dict(state["learner"])
         self.exchange.states = restored(self.exchange.states, state["reducer"])
 

@@ -1,0 +1,132 @@
+"""The pipeline baseline: backpropagation over ranks, with torch's schedules."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import thinwire as tw
+from tests.strategies.test_local_parallel import MODELS, Data, batches, loss_of, weights
+from tests.worlds import ProcessWorlds
+from thinwire.comm.base import Comm
+from thinwire.strategies.pipeline import Pipeline
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1, 0.9, weight_decay=0.01)
+
+
+def trainer(comm: Comm, spec: str, kind: str, **options: Any) -> Pipeline:
+    model = copy.deepcopy(MODELS[kind, 0.0])
+    made = tw.prepare(spec, model=model, optimizer=sgd, loss=loss_of, comm=comm, **options)
+    assert isinstance(made, Pipeline)
+    return made
+
+
+def uneven(kind: str) -> Data:
+    """Batches of 12, 12, 7 and 12 samples."""
+    full, short = batches(kind, 4), batches(kind, 1, size=7)
+    return [*full[:2], *short, full[3]]
+
+
+def piped(comm: Comm, spec: str, kind: str, clip: float | None) -> tuple[dict[str, Tensor], list[float], bool]:
+    def forbidden(*args: Any, **options: Any) -> None:
+        raise AssertionError("objects are unpickled")
+
+    kept = {name: getattr(dist, name) for name in ("send_object_list", "recv_object_list", "broadcast_object_list")}
+    for name in kept:
+        setattr(dist, name, forbidden)
+    try:
+        strategy = trainer(comm, spec, kind, clip_norm=clip)
+        shard = strategy.shard
+        data = uneven(kind) if shard.count == 1 else batches(kind, 4)
+        losses = [strategy.step((x[shard.index :: shard.count], y[shard.index :: shard.count])).item() for x, y in data]
+        return weights(strategy.consolidate()), losses, strategy.sees_loss
+    finally:
+        for name, function in kept.items():
+            setattr(dist, name, function)
+
+
+def backprop(kind: str, data: Data, clip: float | None) -> tuple[dict[str, Tensor], list[float]]:
+    model = copy.deepcopy(MODELS[kind, 0.0])
+    optimizer = sgd(model.parameters())
+    losses = []
+    for x, y in data:
+        optimizer.zero_grad()
+        loss = loss_of(model(x), y)
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        losses.append(loss.item())
+    return weights(model), losses
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (1, ""), (2, ""), (4, ""), (4, "microbatches=6"), (4, "schedule=gpipe, microbatches=3"), (2, "microbatches=1"),
+        (4, "blocks=2"), (3, "cut=['3', '6']"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_it_computes_what_one_rank_would(
+    process_world: ProcessWorlds, ranks: int, options: str, clip: float | None
+) -> None:
+    """On the small GPT, in which samples do not meet; with a batch that microbatches do not divide."""
+    data = batches("gpt", 4) if "blocks=2" in options else uneven("gpt")
+    wanted, wanted_losses = backprop("gpt", data, clip)
+    results = process_world.run(piped, ranks, f"pipeline({options})", "gpt", clip)
+    for found, losses, sees in results:
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
+        if sees and "blocks=2" not in options:
+            assert losses == pytest.approx(wanted_losses, rel=1e-4)
+    assert sum(sees for _, _, sees in results) == (2 if "blocks=2" in options else 1)
+
+
+def sent(comm: Comm) -> tuple[int, int]:
+    strategy = trainer(comm, "pipeline", "deep")
+    for batch in batches("deep", 5, size=12):
+        strategy.step(batch)
+    return strategy.number, sum(row["wire_bytes"] for row in comm.ledger.rows() if row["purpose"] == "train")
+
+
+def test_activations_go_forward_and_their_gradients_back(process_world: ProcessWorlds) -> None:
+    for number, wire_bytes in process_world.run(sent, 4):
+        neighbours = (number > 0) + (number < 3)
+        assert wire_bytes == neighbours * (5 * 12 * 16 * 4 + 4)
+
+
+def waiting(comm: Comm) -> float:
+    strategy = trainer(comm, "pipeline", "deep")
+    strategy.step(batches("deep", 1)[0])
+    with comm.ledger.timeline.step(1):
+        strategy.step(batches("deep", 1)[0])
+    return comm.ledger.timeline.waiting_seconds
+
+
+def test_standing_still_between_passes_is_waiting(process_world: ProcessWorlds) -> None:
+    assert all(seconds > 0 for seconds in process_world.run(waiting, 2))
+
+
+def another_shape(comm: Comm) -> str:
+    strategy = trainer(comm, "pipeline", "gpt")
+    strategy.step(batches("gpt", 1)[0])
+    x, y = batches("gpt", 1)[0]
+    try:
+        strategy.step((x[:, :3], y[:, :3]))
+    except tw.RunError as error:
+        return str(error)
+    except Exception as error:
+        return type(error).__name__
+    return ""
+
+
+def test_samples_of_another_shape_are_refused_by_the_first_stage(process_world: ProcessWorlds) -> None:
+    assert "a block passes on (3, 11)" in process_world.run(another_shape, 1)[0]
