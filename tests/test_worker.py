@@ -305,8 +305,11 @@ def test_a_run_in_blocks_goes_on_exactly_and_tells_of_its_exits(
 ) -> None:
     summary = process_world.run(blocks_cut_short, 4, name, str(tmp_path))[0]
     assert same_files(tmp_path / "whole", tmp_path / "cut")
-    for file in ("metrics.jsonl", "ledger.jsonl") if name == "local" else ():  # torch's stages vote anew, in 4 bytes
-        assert timeless(tmp_path / "whole", file) == timeless(tmp_path / "cut", file)
+    if name == "local":  # torch's stages vote anew, in 4 bytes
+        assert timeless(tmp_path / "whole", "metrics.jsonl") == timeless(tmp_path / "cut", "metrics.jsonl")
+        ledgers = [timeless(tmp_path / run, "ledger.jsonl") for run in ("whole", "cut")]
+        one, other = ([row for row in ledger if row["op"] != "recv"] for ledger in ledgers)  # those ahead of need twice
+        assert one == other
     rows = read_rows(tmp_path / "whole" / "metrics.jsonl")
     assert rows[1]["train_loss"] < rows[0]["train_loss"] < 2.4
     assert summary["backprop_flops_per_sample"] == 2 * (2 * 64 * 32 + 3 * (2 * 32 * 32 + 32 * 10))
