@@ -171,11 +171,13 @@ class LocalParallel(Staged):
             self.gradients_out.put(z_in.grad)
 
     def end_epoch(self) -> None:
-        """Wait until what is under way has arrived."""
+        """Wait until what is under way has arrived, and all blocks are as far."""
         super().end_epoch()
         for box in (self.outbox, self.gradients_out):
             if box is not None:
                 box.flush()
+        with self.comm.ledger.purpose("sync"):
+            self.column.barrier()
 
     # ---- heads
 
