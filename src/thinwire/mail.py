@@ -59,15 +59,10 @@ class Inbox:
     def take(self, more: int = 0) -> Tensor:
         """The next tensor. At least `more` are known to come after it: only those are received ahead of need."""
         with named(self.comm, self.source):
-            if not self.coming:
-                self._order()
-            tensor = self.coming.popleft().wait()
+            tensor = self.coming.popleft().wait() if self.coming else self._receive()
             while self.comm.talks_beside and len(self.coming) < min(self.room, more):
-                self._order()
+                self.coming.append(self.comm.in_background(self._receive, self.device))
             return tensor
-
-    def _order(self) -> None:
-        self.coming.append(self.comm.in_background(self._receive, self.device))
 
     def _receive(self) -> Tensor:
         code, ndim, *sizes = self.comm.recv(torch.zeros(LABEL_NUMBERS, dtype=torch.int64), self.source).tolist()

@@ -145,6 +145,7 @@ def pipelined_and_not(
         blocks.append(alone.block)
         heads.append(alone.head if alone.head is not None else nn.Identity())
     exits = [nn.Sequential(*blocks[: k + 1], heads[k]) for k in range(len(blocks))]
+    strategy.begin_epoch(stop)  # so that messages are received ahead of need
     for batch in data[:stop]:
         strategy.step(batch)
     strategy.end_epoch()

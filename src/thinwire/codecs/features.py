@@ -18,13 +18,13 @@ BLOCK = 256  # numbers that share a scale
 def pack(z: Tensor, wire: Wire) -> Tensor:
     """A tensor as bytes: as it is, in bfloat16, or as 8-bit words with a scale for each 256 (nearest, no noise).
 
-    Only float32 and float64 shrink.
+    Whole numbers stay as they are, and so does what is as small already.
 
     >>> pack(torch.ones(2, 300), "int8").numel(), pack(torch.ones(2, 300), "bf16").numel()
     (780, 1200)
     """
     flat = z.detach().reshape(-1).contiguous()
-    if wire == "exact" or not _shrinks(z.dtype):
+    if wire == "exact" or not _shrinks(z.dtype, wire):
         return flat.view(torch.uint8)
     if wire == "bf16":
         return flat.bfloat16().view(torch.uint8)
@@ -34,7 +34,7 @@ def pack(z: Tensor, wire: Wire) -> Tensor:
 
 def unpack(data: Tensor, shape: Sequence[int], dtype: torch.dtype, wire: Wire) -> Tensor:
     """The tensor that was packed."""
-    if wire == "exact" or not _shrinks(dtype):
+    if wire == "exact" or not _shrinks(dtype, wire):
         return data.view(dtype).reshape(*shape)
     if wire == "bf16":
         return data.view(torch.bfloat16).to(dtype).reshape(*shape)
@@ -45,10 +45,10 @@ def unpack(data: Tensor, shape: Sequence[int], dtype: torch.dtype, wire: Wire) -
 def packed_bytes(shape: Sequence[int], dtype: torch.dtype, wire: Wire) -> int:
     """How many bytes that is."""
     count = math.prod(shape)
-    if wire == "exact" or not _shrinks(dtype):
+    if wire == "exact" or not _shrinks(dtype, wire):
         return count * dtype.itemsize
     return 2 * count if wire == "bf16" else -(-count // BLOCK) * (BLOCK + SCALE_BYTES)
 
 
-def _shrinks(dtype: torch.dtype) -> bool:
-    return dtype in (torch.float32, torch.float64)
+def _shrinks(dtype: torch.dtype, wire: Wire) -> bool:
+    return dtype.is_floating_point and dtype.itemsize > (2 if wire == "bf16" else 1)
