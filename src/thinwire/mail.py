@@ -21,6 +21,7 @@ DTYPES = [
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
 ]  # fmt: skip
 LABEL_NUMBERS = 8  # dtype, number of dimensions, and up to six of them
+BLANK = torch.tensor([0, -1, 0, 0, 0, 0, 0, 0])  # the label of nothing
 
 
 class Outbox:
@@ -29,14 +30,23 @@ class Outbox:
     def __init__(self, comm: Comm, to: int, room: int, wire: Wire = "exact") -> None:
         self.comm, self.to, self.room, self.wire = comm, to, room, wire
         self.under_way: deque[list[Pending]] = deque()
+        self.awaited = 0  # messages that the receiver has made room for already
 
-    def put(self, tensor: Tensor) -> None:
-        """Send a tensor; it may change afterwards."""
+    def put(self, tensor: Tensor, more: int = 0) -> None:
+        """Send a tensor; it may change afterwards. The receiver is told the same of how many will follow."""
         with named(self.comm, self.to):
             while len(self.under_way) >= self.room:
                 self._wait_for_oldest()
             parts = [label(tensor), pack(tensor, self.wire)]
             self.under_way.append([self.comm.start_send(part, self.to) for part in parts])
+        self.awaited = min(self.room, more) if self.comm.talks_beside else 0
+
+    def end(self) -> None:
+        """No more will follow for now, whatever was said: empty messages for those that are awaited."""
+        with named(self.comm, self.to):
+            self.under_way += [[self.comm.start_send(BLANK, self.to)] for _ in range(self.awaited)]
+        self.awaited = 0
+        self.flush()
 
     def flush(self) -> None:
         """Return once everything has been received."""
@@ -50,11 +60,21 @@ class Outbox:
 
 
 class Inbox:
-    """Receives tensors from one rank in order, up to `room` of them before they are asked for."""
+    """Receives tensors from one rank in order, up to `room` of them before they are asked for.
+
+    Both ends are told how many messages are sure to follow (`more`), and by that alone both know how many the receiver
+    has made room for: a receive cannot be taken back, so each must be answered, at last by an empty message.
+    """
 
     def __init__(self, comm: Comm, source: int, room: int, device: torch.device, wire: Wire = "exact") -> None:
         self.comm, self.source, self.room, self.device, self.wire = comm, source, room, device, wire
         self.coming: deque[Background[Tensor]] = deque()
+
+    def end(self) -> None:
+        """Wait for the empty messages that stand for those which will not come."""
+        with named(self.comm, self.source):
+            while self.coming:
+                self.coming.popleft().wait()
 
     def take(self, more: int = 0) -> Tensor:
         """The next tensor. At least `more` are known to come after it: only those are received ahead of need."""
@@ -67,6 +87,8 @@ class Inbox:
     def _receive(self) -> Tensor:
         code, ndim, *sizes = self.comm.recv(torch.zeros(LABEL_NUMBERS, dtype=torch.int64), self.source).tolist()
         shape, dtype = sizes[:ndim], DTYPES[code]
+        if ndim < 0:
+            return torch.empty(0)
         room = torch.empty(packed_bytes(shape, dtype, self.wire), dtype=torch.uint8, device=self.device)
         return unpack(self.comm.recv(room, self.source), shape, dtype, self.wire)
 
@@ -121,6 +143,9 @@ class Copies:
         return {"coming": self.coming.wait()} if self.coming is not None else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        for pending in [*self.sending, *([self.coming] if self.coming is not None else [])]:
+            pending.wait()
+        self.sending = []
         self.coming = Arrived(state["coming"].to(self._bytes().device)) if "coming" in state else None
 
     def _bytes(self) -> Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import time
+import weakref
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
-from tests.worlds import ProcessWorlds
+from tests.worlds import ProcessWorlds, on_threads
 from thinwire.comm.base import Comm
 from thinwire.data import mix
 from thinwire.errors import PeerLost, UsageError
@@ -134,7 +136,7 @@ def pipelined_and_not(
     comm: Comm, kind: str, dropout: float, spec: str, overlap: int, reduce: str, pieces: int, stop: int
 ) -> bool:
     """Train over ranks; on each of them also train all blocks in one process; are both the same?"""
-    data = batches(kind, 7)
+    data = batches(kind, 7, size=13)  # which no number of pieces divides
     strategy = trainer(comm, spec, MODELS[kind, dropout])
     strategy.begin(data[0][0])
     parts = strategy.gathered(heads=True)
@@ -374,9 +376,17 @@ def test_a_dead_stage_is_named_by_its_neighbours() -> None:
     ("spec", "ranks", "message"),
     [
         ("local_parallel(blocks=5)", 5, r"5 blocks, but the model can be cut into 4, which begin at 0, 4, 8, 12; use"),
-        ("local_parallel(blocks=3)", 4, r"4 ranks cannot share 3 blocks equally; try blocks=1 or blocks=2 or blocks=4"),
+        ("local_parallel(blocks=3)", 4, r"4 ranks cannot share 3 blocks equally; try blocks=1 or 2 or 4, or 6 ranks"),
         ("local_parallel(cut=['4', '9'], blocks=2)", 3, r"2 cuts make 3 blocks, not blocks=2"),
         ("local_parallel(cut=['99'])", 2, r"no layer '99' to begin a block with; possible: 1, 2, 3, 4"),
+        (
+            "local_parallel(cut=['4', '8'])",
+            4,
+            r"cannot share 3 blocks equally; try 0 or 1 or 3 cuts, or 6 ranks",
+        ),
+        ("local_parallel(cut=['4', '4'])", 3, r"name each layer that a block shall begin with once"),
+        ("local_parallel(cut=[])", 3, r"name each layer that a block shall begin with once"),
+        ("local_parallel(cut=['2', '4'])", 3, r"block 2, from layer 2 on, has nothing to train"),
         ("local_parallel(head=nonsense)", 2, r"unknown head 'nonsense'"),
         ("local_parallel(overlap=0)", 2, r"overlap=0 is not possible"),
         ("local_parallel(head=conv)", 2, r"head=conv is for images"),
@@ -492,3 +502,141 @@ def test_operations_of_heads_are_counted(world: World) -> None:
     assert twice[0] == 2 * (2 * sum(layers) + sum(layers[1:])) + heads
     farthest = tw.simulate(lambda comm: run(comm, "local_parallel(overlap=4, reduce=farthest)"), ranks=4)[0]
     assert farthest == (backprop_flops, backprop_flops)
+
+
+# ---- what reviewers found
+
+
+def in_place_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.ReLU(inplace=True), nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.ReLU(inplace=True),
+        nn.Linear(8, 3),
+    )  # fmt: skip
+
+
+IN_PLACE = in_place_net()
+
+
+@pytest.mark.parametrize("options", ["cut=['2', '4']", "cut=['2', '4'], overlap=2", "cut=['2', '4'], head=auglocal"])
+def test_blocks_and_heads_may_begin_in_place(options: str) -> None:
+    def run(comm: Comm) -> Tensor:
+        strategy = trainer(comm, f"local_parallel({options})", IN_PLACE, sgd)
+        batch = batches("deep", 1)[0]
+        strategy.step((batch[0].clone(), batch[1]))
+        return strategy.step((batch[0].clone(), batch[1]))
+
+    assert all(torch.isfinite(loss) for loss in tw.simulate(run, ranks=3))
+
+
+def test_looking_at_the_first_batch_does_not_change_it() -> None:
+    wanted = backprop(IN_PLACE, [(x.clone(), y) for x, y in batches("deep", 3)], sgd)
+
+    def run(comm: Comm) -> dict[str, Tensor]:
+        strategy = trainer(comm, "local_parallel", IN_PLACE, sgd)
+        for x, y in batches("deep", 3):
+            strategy.step((x.clone(), y))
+        return weights(strategy.consolidate())
+
+    assert same(tw.simulate(run, ranks=1)[0], wanted)
+
+
+def left_early(comm: Comm, spec: str) -> list[dict[str, Tensor]]:
+    """Epochs that end before their time, twice; then one that does not."""
+    found = []
+    for promised in (6, 20):
+        strategy = trainer(comm, spec, MODELS["deep", 0.0])
+        for steps in (3, 1, 6):
+            strategy.begin_epoch(promised)
+            for batch in batches("deep", steps):
+                strategy.step(batch)
+            strategy.end_epoch()
+        assert strategy.inbox is None or not strategy.inbox.coming
+        found.append(weights(strategy.consolidate()))
+    return found
+
+
+@pytest.mark.parametrize("options", ["", "overlap=2", "microbatches=3, queue=3"])
+def test_an_epoch_may_be_left_early(world: World, options: str) -> None:
+    for one, other in world(left_early, 3, f"local_parallel({options})"):
+        assert same(one, other)
+
+
+def stopped(comm: Comm) -> bool:
+    """Go on with dropout, in a trainer that began from other weights, with a copy of the last layer under way."""
+    spec, data = "local_parallel(head=readout(every=2))", batches("gpt", 9)
+    straight, other = trainer(comm, spec, MODELS["gpt", 0.3]), trainer(comm, spec, small_gpt(0.3, seed=5))
+    for batch in data[:5]:
+        straight.step(batch)
+    state = copy.deepcopy(straight.state_dict())
+    for batch in data[:3]:
+        other.step(batch)
+    other.load_state_dict(state)
+    for batch in data[5:]:
+        straight.step(batch)
+        other.step(batch)
+    return same(weights(straight.consolidate()), weights(other.consolidate()))
+
+
+def test_a_run_with_dropout_goes_on_exactly(process_world: ProcessWorlds) -> None:
+    assert all(process_world.run(stopped, 3))
+
+
+def on_the_same_batch(comm: Comm, dropout: float) -> dict[str, Tensor]:
+    strategy = trainer(comm, "local_parallel(blocks=1)", MODELS["gpt", dropout], sgd)
+    strategy.step(batches("gpt", 1)[0])
+    return weights(strategy.consolidate())
+
+
+def test_replicas_drop_different_units() -> None:
+    for dropout, alike in ((0.0, True), (0.3, False)):
+        one, two = (on_threads(on_the_same_batch, n, dropout)[0] for n in (1, 2))
+        assert all(torch.allclose(one[n], two[n], atol=1e-6) for n in one) is alike
+
+
+def statistics(comm: Comm) -> tuple[Tensor, Tensor]:
+    strategy = trainer(comm, "local_parallel(blocks=2)", MODELS["deep", 0.0])
+    x, y = batches("deep", 1)[0]
+    strategy.step((x[strategy.replica :: 2], y[strategy.replica :: 2]))
+    return strategy.consolidate()[1].running_mean, strategy.stage.block[0][1].running_mean
+
+
+def test_statistics_of_replicas_are_averaged() -> None:
+    results = tw.simulate(statistics, ranks=4)
+    (whole, first), (_, second), *_ = results
+    assert not torch.equal(first, second)
+    torch.testing.assert_close(whole, (first + second) / 2)
+
+
+def held(comm: Comm) -> tuple[int, int]:
+    """How many of the given tensors are still alive, and how many this rank's block has."""
+    model = copy.deepcopy(MODELS["deep", 0.0])
+    given = [weakref.ref(p) for p in model.parameters()]
+    strategy = tw.prepare("local_parallel", model=model, optimizer=sgd, loss=loss_of, comm=comm)
+    del model
+    strategy.step(batches("deep", 1)[0])
+    strategy.end_epoch()
+    gc.collect()
+    return sum(ref() is not None for ref in given), sum(1 for _ in strategy.model.parameters())
+
+
+def test_a_rank_keeps_its_own_block_only(process_world: ProcessWorlds) -> None:
+    for alive, own in process_world.run(held, 4):
+        assert alive == 0
+        assert own in (2, 4 + 2)
+
+
+def test_activations_under_autocast_travel_as_they_are() -> None:
+    def plain(comm: Comm) -> int:
+        strategy = trainer(comm, "local_parallel(cut=['3'])", CONVOLUTIONS, autocast=True)
+        strategy.step((torch.randn(4, 1, 6, 6), torch.randint(0, 3, (4,))))
+        strategy.end_epoch()
+        return sum(row["wire_bytes"] for row in comm.ledger.rows() if row["op"] == "send")
+
+    assert tw.simulate(plain, ranks=2) == [64 + 4 * 5 * 6 * 6 * 2, 0]
+
+
+CONVOLUTIONS = nn.Sequential(
+    nn.Conv2d(1, 5, 3, padding=1), nn.ReLU(), nn.Conv2d(5, 5, 3, padding=1),
+    nn.Conv2d(5, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+)  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from thinwire import registry
 from thinwire.errors import UsageError
-from thinwire.surgery.blocks import balanced, block_of, check_ties, units_of
+from thinwire.surgery.blocks import balanced, check_ties, units_of
 from thinwire.surgery.costs import flops, seconds, shown
 from thinwire.tasks.models.transformer import Block
 
@@ -34,8 +34,6 @@ def test_the_units_of_every_model_compute_what_it_does(name: str) -> None:
     seen = shown([unit.module for unit in units], inputs)
     assert torch.equal(seen[-1], model(inputs))
     assert sum(p.numel() for u in units for p in u.module.parameters()) == sum(p.numel() for p in model.parameters())
-    for cut in (1, len(units) // 2, len(units) - 1):
-        assert torch.equal(block_of(units[cut:])(block_of(units[:cut])(inputs)), seen[-1])
 
 
 class Written(nn.Module):
@@ -160,3 +158,43 @@ def test_operations_are_counted_forward_and_backward() -> None:
     assert flops(attention, torch.ones(1, 5, 8), input_gradient=True) == linear + 3 * 2 * (2 * 5 * 5 * 8)
     assert layer.weight.grad is None
     assert seconds(layer, x, input_gradient=True) > 0
+
+
+class Dropping(nn.Module):
+    """Dropout by a function, as many write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 64), nn.Linear(64, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.dropout(self.first(x), 0.5, self.training)
+        out: Tensor = nn.functional.dropout(self.last(x), p=0.5, training=self.training)
+        return out
+
+
+@pytest.mark.parametrize("traced_in_training", [True, False])
+def test_dropout_follows_the_mode_of_its_block(traced_in_training: bool) -> None:
+    model, x = Dropping().train(traced_in_training), torch.ones(3, 4)
+    for unit in units_of(model):
+        for training in (True, False):
+            unit.module.train(training)
+            assert torch.equal(unit.module(x), unit.module(x)) is not training
+        x = unit.module(x)
+
+
+def test_a_constant_may_be_shared_but_not_what_is_saved() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    mask, kept = torch.ones(4), torch.ones(4)
+    for layer in net:
+        layer.register_buffer("mask", mask, persistent=False)
+    check_ties([net[:1], net[1:]], net)
+    for layer in net:
+        layer.register_buffer("kept", kept)
+    with pytest.raises(UsageError, match=r"0.kept and 1.kept are one tensor"):
+        check_ties([net[:1], net[1:]], net)
+
+
+def test_frozen_weights_cost_no_gradient() -> None:
+    layer = nn.Linear(8, 4).requires_grad_(False)
+    assert flops(layer, torch.ones(2, 8), input_gradient=True) == 2 * (2 * 2 * 8 * 4)

@@ -64,7 +64,7 @@ def test_a_head_fits_at_every_joint_and_ends_like_the_model(head: str, kind: str
 
 @pytest.mark.parametrize(("head", "kind"), [("conv", "mlp"), ("conv", "gpt"), ("predsim", "gpt"), ("predsim", "vit")])
 def test_a_head_that_does_not_fit_says_what_would(head: str, kind: str) -> None:
-    with pytest.raises(UsageError, match=rf"head={head} is for .*passes on .*leave head out .*own\("):
+    with pytest.raises(UsageError, match=rf"head={head} is for .*passes on .*list heads.*own\("):
         registry.build("heads", head).fit(joint(kind, 3))
 
 

@@ -25,6 +25,7 @@ from thinwire.surgery.costs import flops
 from thinwire.surgery.heads import Exit, Head, Joint, Readout, suited
 from thinwire.surgery.hollow import filled
 
+SEEDING_WEIGHTS = 4096  # of the first layer: heads of models that begin differently do, too
 Piece = tuple[Tensor, Tensor, dict[int, Tensor]]  # what went into the block, what came out, losses' gradients there
 
 
@@ -62,7 +63,8 @@ class LocalParallel(Staged):
         pieces = max(recipe.accumulate, microbatches)
         super().__init__("local_parallel", model, replace(recipe, accumulate=pieces), comm, blocks, cut, reducer)
         self.head, self.overlap, self.reduce = head, min(overlap, self.num_blocks), reduce
-        self.seed = mix(seed, zlib.crc32(bytes(next(model.parameters()).detach().cpu().flatten().view(torch.uint8))))
+        some = next(model.parameters()).detach().flatten()[:SEEDING_WEIGHTS].cpu().contiguous()
+        self.seed = mix(seed, zlib.crc32(some.view(torch.uint8).numpy().tobytes()))
         device, far = next(model.parameters()).device, self.num_blocks * pieces
         before, after = self.number - 1, self.number + 1
         self.inbox = Inbox(self.column, before, queue, device, wire) if not self.is_first else None
@@ -87,6 +89,11 @@ class LocalParallel(Staged):
         window = range(boundary, min(boundary + self.overlap - 1, self.num_blocks)) if boundary > 0 else range(0)
         return [loss for loss in window if self._used(loss)]
 
+    def _in_one_pass(self, block: int) -> list[int]:
+        """The loss, if any, that alone trains a block and goes on through it: one pass gives both gradients."""
+        last = self._passing(block)[-1:]
+        return last if last == self._trained_by(block) else []
+
     # ---- training
 
     def step(self, batch: Batch) -> Tensor:
@@ -96,7 +103,7 @@ class LocalParallel(Staged):
         if self.copies is not None:
             self.copies.refresh(self.learner.num_steps)
         self.gradients_out.flush()
-        inputs, targets = (t.to(self.example.device, non_blocking=True) for t in batch)
+        inputs, targets = (t.to(self.device, non_blocking=True) for t in batch)
         pieces = list(zip(self.learner.pieces(inputs), self.learner.pieces(targets), strict=True))
         arriving = self._passing(self.number + 1)
         losses, waiting = [], []
@@ -123,16 +130,16 @@ class LocalParallel(Staged):
         if self._passing(self.number):
             z_in.requires_grad_()
         at = (self.number, self.replica, self.learner.num_steps, number)
-        with self._as_in_one_process(*at, 0):
+        with self._computing(*at, 0):
             z = self.stage.block(z_in.clone() if z_in.requires_grad else z_in)
         if self.outbox is not None:
-            self.outbox.put(z)
+            self.outbox.put(z, more)
         gradients: dict[int, Tensor] = {}
         loss = torch.zeros((), device=z.device)
         if self._used(self.number):
             shown = z.detach().requires_grad_()
-            with self._as_in_one_process(*at, 1):
-                loss = self._loss(shown, y) * weight
+            with self._computing(*at, 1):
+                loss = self._loss(shown.clone(), y) * weight  # a head may begin in place
             loss.backward()
             assert shown.grad is not None
             gradients[self.number] = shown.grad
@@ -140,9 +147,9 @@ class LocalParallel(Staged):
         return (z_in, z, gradients), loss.detach()
 
     @contextmanager
-    def _as_in_one_process(self, *place: int) -> Iterator[None]:
-        """Dropout depends on where in the run it is, not on the rank that computes it."""
-        device = self.example.device
+    def _computing(self, *place: int) -> Iterator[None]:
+        """Under autocast if asked for; dropout depends on where in the run it is, not on the rank that computes it."""
+        device = self.device
         with (
             seeded(device, self.seed, *place),
             torch.autocast(device.type, torch.bfloat16, enabled=self.recipe.autocast),
@@ -156,56 +163,59 @@ class LocalParallel(Staged):
         return self.recipe.loss(z if head is None else head(z), y)
 
     def _pass_on(self, loss: int, z_in: Tensor, z: Tensor, gradient: Tensor) -> None:
-        """∂L_j/∂z_{k−1} to the block before, if L_j reaches that far; but see `_backward`."""
-        if loss in self._passing(self.number) and self._trained_by(self.number) != [loss]:
+        """∂L_j/∂z_{k−1} to the block before, if L_j reaches that far."""
+        if loss in self._passing(self.number) and loss not in self._in_one_pass(self.number):
             (at_input,) = torch.autograd.grad(z, z_in, gradient, retain_graph=True)
             self.gradients_out.put(at_input)
 
     def _backward(self, z_in: Tensor, z: Tensor, gradients: dict[int, Tensor]) -> None:
-        """∂L/∂θ_k of all losses that train this block, in one pass; and ∂L/∂z_{k−1} with it, of a single one."""
-        trained_by = self._trained_by(self.number)
-        if z.requires_grad:
-            z.backward(functools.reduce(torch.add, [gradients[j] for j in trained_by]))
-        if len(trained_by) == 1 and trained_by[0] in self._passing(self.number):
-            assert z_in.grad is not None
-            self.gradients_out.put(z_in.grad)
+        """∂L/∂θ_k of all losses that train this block."""
+        also = [z_in] if self._in_one_pass(self.number) else []
+        wanted = [p for p in self.stage.block.parameters() if p.requires_grad] + also
+        if wanted:
+            total = functools.reduce(torch.add, [gradients[j] for j in self._trained_by(self.number)])
+            z.backward(total, inputs=wanted)
+        for one in also:
+            assert one.grad is not None
+            self.gradients_out.put(one.grad)
 
     def end_epoch(self) -> None:
         """Wait until what is under way has arrived, and all blocks are as far."""
         super().end_epoch()
-        for box in (self.outbox, self.gradients_out):
-            if box is not None:
-                box.flush()
+        self.gradients_out.flush()
+        if self.outbox is not None:
+            self.outbox.end()
+        if self.inbox is not None:
+            self.inbox.end()
         with self.comm.ledger.purpose("sync"):
             self.column.barrier()
 
     # ---- heads
 
-    def heads(self, outputs: Sequence[Tensor], seen: Sequence[Tensor], ends: Sequence[int]) -> list[nn.Module | None]:
+    def heads(self, seen: Sequence[Tensor], ends: Sequence[int]) -> list[nn.Module | None]:
         modules = [unit.module for unit in self.units]
         with seeded(torch.device("cpu"), self.seed):
             return [
-                self.head.fit(Joint(outputs[k], outputs[-1], modules[end:], seen[end:-1], k, self.num_blocks))
+                self.head.fit(Joint(seen[end], seen[-1], modules[end:], seen[end:-1], k, self.num_blocks))
                 if k < self.num_blocks - 1 and self._used(k)
                 else None
                 for k, end in enumerate(ends)
             ]
 
     def flops_of(self, stage: int, block: nn.Module, head: nn.Module | None, z_in: Tensor, z: Tensor) -> float:
-        passing, single = self._passing(stage), self._trained_by(stage)
-        with_weights = flops(block, z_in, input_gradient=passing[-1:] == single)
-        for_inputs = flops(block, z_in, input_gradient=True, weights=False) - flops(
-            block, z_in, input_gradient=False, weights=False
-        )
-        alone = len(passing) - (passing[-1:] == single)
-        return with_weights + alone * for_inputs + (flops(head, z, input_gradient=True) if head is not None else 0)
+        shared = self._in_one_pass(stage)
+        with_weights = flops(block, z_in, input_gradient=bool(shared))
+        through = flops(block, z_in, input_gradient=True, weights=False) if stage else 0
+        forward = flops(block, z_in, input_gradient=False, weights=False)
+        alone = len(self._passing(stage)) - len(shared)
+        return with_weights + alone * (through - forward) + (flops(head, z, input_gradient=True) if head else 0)
 
     def exits(self) -> list[nn.Module]:
         """The blocks up to each head, with that head. Collective."""
         parts = self.gathered(heads=True) if self.begun else []
         stages = [filled(stage, tensors) for stage, tensors in zip(self.stages if parts else [], parts, strict=True)]
         return [
-            nn.Sequential(*(stage.get_submodule("block") for stage in stages[: k + 1]), stage.get_submodule("head"))
+            nn.Sequential(*(early.get_submodule("block") for early in stages[: k + 1]), stage.get_submodule("head"))
             for k, stage in enumerate(stages)
             if stage.head is not None
         ]

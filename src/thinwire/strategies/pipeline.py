@@ -13,18 +13,20 @@ from thinwire.comm.pipelining import Kind, Pipe
 from thinwire.comm.process import ProcessComm
 from thinwire.data import Batch
 from thinwire.errors import UsageError
+from thinwire.progress import say_once
 from thinwire.reducers.base import Reducer
 from thinwire.reducers.mean import mean
 from thinwire.strategies.base import Recipe
 from thinwire.strategies.staged import Cut, Staged
+from thinwire.surgery.costs import shown
 
 
 class Pipeline(Staged):
     """Backpropagation with each block of the model on ranks of its own: torch's GPipe and 1F1B schedules.
 
     A batch is cut into M microbatches, which follow one another through the K blocks and back. It computes what one
-    rank would; each rank stands still for (K−1)/(M+K−1) of every step, and longer where the wire is slow. Wire bytes
-    per step and boundary: |z| forward and |z| back. The model that you give is emptied.
+    rank would (BatchNorm sees microbatches); each rank stands still for (K−1)/(M+K−1) of every step, and longer where
+    the wire is slow. Wire bytes per step and boundary: |z| forward and |z| back. The model that you give is emptied.
 
     Huang et al., "GPipe", 2019. 1F1B: Narayanan et al., "PipeDream", 2019.
     """
@@ -48,9 +50,12 @@ class Pipeline(Staged):
         self.schedule, self.microbatches = schedule, microbatches
 
     def begin(self, inputs: Tensor, starts: Sequence[int] | None = None) -> None:
+        with self._half():
+            passing = shown([unit.module for unit in self.units], inputs[:1].to(self.device))
         super().begin(inputs, starts)
         assert isinstance(self.column, ProcessComm)
-        ends = self.edges[self.number], self.edges[self.number + 1]
+        edges = [passing[i] for i in (*self.starts, len(self.units))]
+        ends = edges[self.number], edges[self.number + 1]
         self.pipe = Pipe(self.column, self._block, ends, self._loss, self.schedule)
 
     def _block(self, x: Tensor) -> Tensor:
@@ -63,18 +68,25 @@ class Pipeline(Staged):
             return self.recipe.loss(out, targets)
 
     def _half(self) -> torch.autocast:
-        return torch.autocast(self.example.device.type, torch.bfloat16, enabled=self.recipe.autocast)
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.autocast)
 
     def step(self, batch: Batch) -> Tensor:
         if not self.begun:
             self.begin(batch[0])
-        inputs, targets = (t.to(self.example.device, non_blocking=True) for t in batch)
+        inputs, targets = (t.to(self.device, non_blocking=True) for t in batch)
         parts = max(self.microbatches, self.recipe.accumulate)
-        fitting = [m for m in range(1, parts + 1) if len(inputs) % m == 0 and (len(inputs) >= 2 * m or m == 1)]
-        self.learner.loss = self.pipe.step(inputs, targets, fitting[-1])
+        count = max(m for m in range(1, parts + 1) if len(inputs) % m == 0 and (len(inputs) >= 2 * m or m == 1))
+        if count < parts or (self.schedule == "1f1b" and count < self.num_blocks):
+            self._tell(len(inputs), count)
+        self.learner.loss = self.pipe.step(inputs, targets, count)
         self.exchange.finish()
         self.learner.update(over_all=self._norm_of_the_whole)
         return self.learner.loss
+
+    def _tell(self, size: int, count: int) -> None:
+        gpipe = f", fewer than {self.num_blocks} blocks, so by gpipe's schedule" if count < self.num_blocks else ""
+        if self.comm.rank == 0:
+            say_once(f"pipeline: a batch of {size} goes in {count} equal microbatches{gpipe}")
 
     def _norm_of_the_whole(self, norm: Tensor) -> Tensor:
         """√Σ‖g_k‖² over the blocks, where the gradient is clipped by it."""

@@ -24,6 +24,7 @@ from thinwire.surgery.hollow import filled, hollow, tensors_of
 
 Cut = Literal["flops", "time", "parameters"] | list[str]
 EXAMPLE_SAMPLES = 2
+PARCEL_MB = 25.0
 
 
 class Stage(nn.Module):
@@ -46,9 +47,16 @@ class Staged(Strategy):
         self, name: str, model: nn.Module, recipe: Recipe, comm: Comm, blocks: int | None, cut: Cut, reducer: Reducer
     ) -> None:
         names = cut if isinstance(cut, list) else []
-        self.comm, self.recipe, self.cut, self.reducer = comm, recipe, cut, reducer
+        if len(set(names)) < len(names) or cut == []:
+            raise UsageError(
+                f"{name}: cut={cut}; name each layer that a block shall begin with once, but not the first"
+            )
+        if not any(p.requires_grad for p in model.parameters()):
+            raise UsageError("the model has no parameter to train; set requires_grad on at least one")
+        self.name, self.comm, self.recipe, self.cut, self.reducer = name, comm, recipe, cut, reducer
+        self.device = next(model.parameters()).device
         self.units = units_of(model, names)
-        self.num_blocks = _num_blocks(name, len(names) + 1 if names else blocks, self.units, comm)
+        self.num_blocks = _num_blocks(name, names, blocks, self.units, comm)
         if names and blocks not in (None, self.num_blocks):
             raise UsageError(f"{name}: {len(names)} cuts make {self.num_blocks} blocks, not blocks={blocks}")
         self.num_replicas = comm.size // self.num_blocks
@@ -82,45 +90,53 @@ class Staged(Strategy):
 
     def begin(self, inputs: Tensor, starts: Sequence[int] | None = None) -> None:
         """Cut the model, now that it is known what goes in; every rank keeps its own block. Collective."""
-        device = next(self.model.parameters()).device
-        self.example = inputs[:EXAMPLE_SAMPLES].detach().to(device)
+        self.example = inputs[:EXAMPLE_SAMPLES].detach().clone().to(self.device)
         modules = [unit.module for unit in self.units]
         seen = shown(modules, self.example)
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.recipe.autocast):
-            on_the_wire = shown(modules, self.example)
         self.starts = list(starts) if starts is not None else self._starts(seen)
         ends = [*self.starts[1:], len(self.units)]
         blocks = [nn.Sequential(*modules[a:b]) for a, b in zip(self.starts, ends, strict=True)]
-        check_ties(blocks, self.model)
-        outputs = [seen[end] for end in ends]
-        self.edges = [on_the_wire[i] for i in (0, *ends)]  # examples of what goes into each block, and of the output
-        heads = self.heads(outputs, seen, ends)
+        self._check(blocks)
+        heads = self.heads(seen, ends)
         with self.comm.ledger.purpose("start"):
-            in_one_go(
-                [t for h in heads if h is not None for t in tensors_of(h.to(device)).values()], self.comm.broadcast
-            )
-        parts = list(zip(range(self.num_blocks), blocks, heads, [seen[a] for a in self.starts], outputs, strict=True))
+            weights = [t for head in heads if head is not None for t in tensors_of(head.to(self.device)).values()]
+            in_one_go(weights, self.comm.broadcast)
+        edges = [seen[start] for start in self.starts], [seen[end] for end in ends]
+        parts = list(zip(range(self.num_blocks), blocks, heads, *edges, strict=True))
         self.flops_per_sample = sum(self.flops_of(*part) for part in parts) / len(self.example)
         self.backprop_flops_per_sample = sum(Staged.flops_of(self, *part) for part in parts) / len(self.example)
-        names = {id(t): name for name, t in tensors_of(self.model).items()}
-        stages = [Stage(block, head) for block, head in zip(blocks, heads, strict=True)]
-        self.names = [{n: names.get(id(t), "") for n, t in tensors_of(stage).items()} for stage in stages]
-        mine = copy.deepcopy(stages[self.number])
-        self.skeleton, self.stages = self.model, stages
-        self.rest = {
-            n: t for n, t in hollow(self.model).items() if n not in {m for s in self.names for m in s.values()}
-        }
-        for stage in stages:
-            hollow(stage)
-        self.model = self.stage = mine
-        self.learner = Learner(mine, self.recipe)
-        self.exchange: Exchange = (
-            Afterwards(mine, self.reducer, self.peers, 25.0, False) if self.num_replicas > 1 else Alone(mine)
-        )
+        self._take_apart([Stage(block, head) for block, head in zip(blocks, heads, strict=True)])
         self.begun = True
 
-    def heads(self, outputs: Sequence[Tensor], seen: Sequence[Tensor], ends: Sequence[int]) -> list[nn.Module | None]:
-        """A head for each block, or none."""
+    def _check(self, blocks: Sequence[nn.Module]) -> None:
+        check_ties(blocks, self.model)
+        for number, block in enumerate(blocks, 1):
+            if not any(p.requires_grad for p in block.parameters()):
+                first = self.units[self.starts[number - 1]].name
+                raise UsageError(
+                    f"{self.name}: block {number}, from layer {first} on, has nothing to train; cut elsewhere, use "
+                    "fewer blocks, or set requires_grad on a parameter of it"
+                )
+
+    def _take_apart(self, stages: list[Stage]) -> None:
+        """Keep this rank's stage, and of the others the shapes alone."""
+        names = {id(t): name for name, t in tensors_of(self.model).items()}
+        self.names = [{n: names.get(id(t), "") for n, t in tensors_of(stage).items()} for stage in stages]
+        self.stage = copy.deepcopy(stages[self.number])
+        self.skeleton, self.stages = self.model, stages
+        in_blocks = {name for stage in self.names for name in stage.values()}
+        self.rest = {name: t for name, t in hollow(self.model).items() if name not in in_blocks}
+        for stage in stages:
+            hollow(stage)
+        self.model = self.stage
+        self.learner = Learner(self.stage, self.recipe)
+        alone = self.num_replicas == 1
+        self.exchange: Exchange = (
+            Alone(self.stage) if alone else Afterwards(self.stage, self.reducer, self.peers, PARCEL_MB, False)
+        )
+
+    def heads(self, seen: Sequence[Tensor], ends: Sequence[int]) -> list[nn.Module | None]:
+        """A head for each block, or none; `seen` has examples of what goes into each unit, `ends` where blocks do."""
         return [None] * self.num_blocks
 
     def _starts(self, seen: Sequence[Tensor]) -> list[int]:
@@ -169,10 +185,9 @@ class Staged(Strategy):
         with self.comm.ledger.purpose("sync", instead_of="train"):
             for number, stage in enumerate(self.stages):
                 live = tensors_of(mine) if number == self.number else tensors_of(stage)
-                device = self.example.device
                 wanted = {n: t for n, t in live.items() if heads or n.startswith("block.")}
                 tensors = {
-                    n: torch.empty_like(t, device=device) if t.is_meta else t.detach() for n, t in wanted.items()
+                    n: torch.empty_like(t, device=self.device) if t.is_meta else t.detach() for n, t in wanted.items()
                 }
                 root = number * self.num_replicas
                 in_one_go(list(tensors.values()), lambda t, root=root: self.comm.broadcast(t, root))  # type: ignore[misc]
@@ -204,9 +219,10 @@ class Staged(Strategy):
         self.exchange.states = restored(self.exchange.states, state["reducer"])
 
 
-def _num_blocks(name: str, asked: int | None, units: Sequence[Unit], comm: Comm) -> int:
+def _num_blocks(name: str, cut: Sequence[str], blocks: int | None, units: Sequence[Unit], comm: Comm) -> int:
     """As many blocks as asked for; else as many as there are ranks, or fewer where the model has no more layers."""
     possible = [k for k in range(1, comm.size + 1) if comm.size % k == 0 and k <= len(units)]
+    asked = len(cut) + 1 if cut else blocks
     if asked is None:
         if possible[-1] < comm.size and comm.rank == 0:
             say_once(
@@ -220,9 +236,11 @@ def _num_blocks(name: str, asked: int | None, units: Sequence[Unit], comm: Comm)
             f"{', '.join(unit.name for unit in units)}; use fewer blocks or a deeper model"
         )
     if comm.size % asked:
-        tries = " or ".join(f"blocks={k}" for k in possible)
+        fewer = (
+            f"{' or '.join(str(k - 1) for k in possible)} cuts" if cut else f"blocks={' or '.join(map(str, possible))}"
+        )
         raise UsageError(
-            f"{name}: {comm.size} ranks cannot share {asked} blocks equally; try {tries}, or {asked * 2} ranks"
+            f"{name}: {comm.size} ranks cannot share {asked} blocks equally; try {fewer}, or {2 * asked} ranks"
         )
     return asked
 

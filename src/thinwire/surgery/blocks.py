@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 from torch import fx, nn
 
 from thinwire.errors import UsageError
+from thinwire.surgery.hollow import tensors_of
 
 _TRACING = threading.Lock()  # torch.fx replaces the call of every module while it traces one
 
@@ -116,9 +117,24 @@ def _part(model: nn.Module, nodes: Sequence[fx.Node], into: fx.Node | None, out:
     for node in nodes:
         if node.op != "get_attr":
             made[node] = graph.node_copy(node, copied)
+            _follow_mode(made[node])
     if out is not None:
         graph.output(made[out])
     return fx.GraphModule(model, graph)
+
+
+def _follow_mode(node: fx.Node) -> None:
+    """A dropout that was traced with `training=self.training` asks the block's own mode again, each time."""
+    place = {"training": node.kwargs.get("training")} if "training" in node.kwargs else {}
+    is_dropout = node.op == "call_function" and "dropout" in getattr(node.target, "__name__", "")
+    if not place and not (is_dropout and len(node.args) > 2):
+        return
+    with node.graph.inserting_before(node):
+        mode = node.graph.create_node("get_attr", "training")
+    if place:
+        node.update_kwarg("training", mode)
+    else:
+        node.update_arg(2, mode)
 
 
 def _crossing(graph: fx.Graph, at: fx.Node) -> list[fx.Node]:
@@ -153,21 +169,8 @@ def resolved(at: Sequence[str], possible: Sequence[str]) -> list[str]:
     return found
 
 
-def block_of(units: Sequence[Unit]) -> nn.Module:
-    """Units that run one after the other, as one module; it shares their tensors.
-
-    >>> net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2))
-    >>> len(list(block_of(units_of(net)[:1]).parameters()))
-    2
-    """
-    layers = [x for u in units for x in (u.module if type(u.module) is nn.Sequential else [u.module])]
-    return nn.Sequential(*layers)
-
-
-def balanced(costs: Sequence[float], num_blocks: int, least: Callable[[int], float] = lambda unit: 0.0) -> list[int]:
+def balanced(costs: Sequence[float], num_blocks: int) -> list[int]:
     """Where blocks begin so that the dearest is as cheap as can be, and of those ways the one with the least Σ cost².
-
-    `least(i)` is what it costs besides to end a block before unit i.
 
     >>> balanced([1, 1, 1, 3], 2)
     [0, 3]
@@ -178,7 +181,7 @@ def balanced(costs: Sequence[float], num_blocks: int, least: Callable[[int], flo
         until.append(until[-1] + cost)
 
     def price(begin: int, end: int) -> float:
-        return until[end] - until[begin] + (least(end) if end < n else 0.0)
+        return until[end] - until[begin]
 
     best: dict[tuple[int, int], tuple[float, float, list[int]]] = {(0, 0): (0.0, 0.0, [])}
     for k in range(1, num_blocks + 1):
@@ -200,7 +203,7 @@ def check_ties(blocks: Sequence[nn.Module], model: nn.Module) -> None:
         names.setdefault(id(tensor), []).append(name)
     owners: dict[int, int] = {}
     for number, block in enumerate(blocks, 1):
-        for tensor in [*block.parameters(), *block.buffers()]:
+        for tensor in tensors_of(block).values():
             first = owners.setdefault(id(tensor), number)
             if first != number:
                 tied = " and ".join(dict.fromkeys(names[id(tensor)]))

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from thinwire.errors import UsageError
+
 TIMED_RUNS = 3
 
 
@@ -20,9 +22,15 @@ def shown(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
     seen = [x]
     for module in modules:
         modes = {m: m.training for m in module.modules()}
-        seen.append(module.eval()(seen[-1]))
+        out = module.eval()(seen[-1].clone())
         for m, mode in modes.items():
             m.training = mode
+        if not isinstance(out, Tensor) or not out.is_floating_point():
+            what = str(out.dtype) if isinstance(out, Tensor) else type(out).__name__
+            raise UsageError(
+                f"a layer that the model may be cut at passes on {what}; blocks pass on one tensor of floats"
+            )
+        seen.append(out)
     return seen
 
 
@@ -34,7 +42,9 @@ def flops(module: nn.Module, x: Tensor, *, input_gradient: bool, weights: bool =
     >>> flops(nn.Linear(8, 4), torch.ones(2, 8), input_gradient=False)  # 2·2·8·4 forward, and as many for the weights
     256
     """
-    twin = copy.deepcopy(module).eval().requires_grad_(weights)
+    twin = copy.deepcopy(module).eval()
+    if not weights:
+        twin.requires_grad_(False)
     try:
         return _counted(copy.deepcopy(twin).to("meta"), x.to("meta"), input_gradient)
     except (RuntimeError, NotImplementedError):  # something that needs to see numbers

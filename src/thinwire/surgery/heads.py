@@ -145,7 +145,7 @@ def similarity(features: Tensor) -> Tensor:
 def auglocal(
     depth: PositiveInt = 2,  # layers of the first block's head; those of later blocks shrink to one
 ) -> Head:
-    """Fresh layers shaped like evenly chosen ones behind the cut, fewer in later blocks; for deep convolutional nets.
+    """Copies of evenly chosen layers behind the cut as they begin, fewer in later blocks; for deep convolutional nets.
 
     Ma et al., "Scaling Supervised Local Learning with Augmented Auxiliary Networks", 2024.
     """
@@ -253,7 +253,7 @@ def _chain(joint: Joint, chosen: Sequence[int]) -> list[nn.Module]:
     x = joint.z
     for i in chosen:
         fitting = nn.Sequential(*_adapter(x, joint.inputs[i]))
-        unit = copy.deepcopy(joint.behind[i])
+        unit = copy.deepcopy(joint.behind[i]).requires_grad_()
         layers += [*fitting, unit]
         x = _after(nn.Sequential(fitting, unit), x)
     return layers
@@ -296,6 +296,6 @@ def _image(joint: Joint, name: str) -> Tensor:
 def _unfit(joint: Joint, name: str, what: str) -> UsageError:
     return UsageError(
         f"head={name} {what}; block {joint.block + 1} passes on {tuple(joint.z.shape[1:])} and the model's output is "
-        f"{tuple(joint.out.shape[1:])}; leave head out for one that suits, or give your own: "
+        f"{tuple(joint.out.shape[1:])}; try another of `thinwire list heads`, or your own: "
         "head=own('package.module:function')"
     )
