@@ -80,6 +80,8 @@ class Inbox:
         """The next tensor. At least `more` are known to come after it: only those are received ahead of need."""
         with named(self.comm, self.source):
             tensor = self.coming.popleft().wait() if self.coming else self._receive()
+            if tensor.is_cuda:  # its memory is of the other thread's stream, which must not have it back too early
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
             while self.comm.talks_beside and len(self.coming) < min(self.room, more):
                 self.coming.append(self.comm.in_background(self._receive, self.device))
             return tensor
