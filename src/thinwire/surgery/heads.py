@@ -274,7 +274,7 @@ def _adapter(have: Tensor, want: Tensor) -> list[nn.Module]:
         return [nn.Linear(have.shape[2], want.shape[2])]
     if want.ndim == 2 and have.ndim in (2, 3, 4):
         layers, features = _flat(have)
-        return [*layers, nn.Linear(features, want.shape[1])]
+        return [*layers, nn.Linear(features, want.shape[1], bias=False), nn.LayerNorm(want.shape[1])]
     raise UsageError(
         f"no head can be made from the model's own layers: {tuple(have.shape[1:])} would have to become "
         f"{tuple(want.shape[1:])}; try head=linear, or your own: head=own('package.module:function')"
