@@ -92,7 +92,7 @@ def report(folder: Path, /) -> None:
 
 @app.command(name="list", sort_key=4)
 def list_(
-    kind: Literal["strategies", "reducers", "tasks", "models", "optimizers", "schedules"] | None = None,
+    kind: Literal["strategies", "reducers", "heads", "tasks", "models", "optimizers", "schedules"] | None = None,
     /,
     *,
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="For programs.")] = False,

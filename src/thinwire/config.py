@@ -45,7 +45,10 @@ class RunConfig(BaseModel):
     minutes: Annotated[
         PositiveFloat | None, option(HOW, "Stop after the epoch in which training has taken so long. Default: never.")
     ] = None
-    batch_size: Annotated[PositiveInt | None, option(HOW, "Samples per rank and step. Default: the task's.")] = None
+    batch_size: Annotated[
+        PositiveInt | None,
+        option(HOW, "Samples per rank (of a model cut into blocks: per replica) and step. Default: the task's."),
+    ] = None
     lr: Annotated[PositiveFloat | None, option(HOW, "Learning rate. Default: the task's.")] = None
     optimizer: Annotated[str | None, option(HOW, "A name from 'thinwire list optimizers'. Default: the task's.")] = None
     schedule: Annotated[

@@ -377,8 +377,8 @@ def test_a_dead_stage_is_named_by_its_neighbours() -> None:
     [
         ("local_parallel(blocks=5)", 5, r"5 blocks, but the model can be cut into 4, which begin at 0, 4, 8, 12; use"),
         ("local_parallel(blocks=3)", 4, r"4 ranks cannot share 3 blocks equally; try blocks=1 or 2 or 4, or 6 ranks"),
-        ("local_parallel(cut=['4', '9'], blocks=2)", 3, r"2 cuts make 3 blocks, not blocks=2"),
-        ("local_parallel(cut=['99'])", 2, r"no layer '99' to begin a block with; possible: 1, 2, 3, 4"),
+        ("local_parallel(cut=['4', '9'], blocks=2)", 3, r"2 cut\(s\) make 3 blocks; leave out blocks=2"),
+        ("local_parallel(cut=['99'])", 2, r"can begin with layer '99'; possible: 1, 2, 3, 4"),
         (
             "local_parallel(cut=['4', '8'])",
             4,

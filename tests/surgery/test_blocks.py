@@ -116,7 +116,7 @@ def test_names_in_a_sequence_may_be_anywhere_in_it() -> None:
     assert [unit.name for unit in units_of(net)] == ["0.0", "1.0"]
     assert [unit.name for unit in units_of(net, ["0.1"])] == ["0.0", "0.1", "1.0"]
     assert [unit.name for unit in units_of(net, ["1"])] == ["0.0", "1.0"]
-    with pytest.raises(UsageError, match=r"no layer '2' to begin a block with; possible: 0.1, 1.0, 1.1"):
+    with pytest.raises(UsageError, match=r"can begin with layer '2'; possible: 0.1, 1.0, 1.1"):
         units_of(net, ["2"])
 
 

@@ -76,7 +76,8 @@ class Pipeline(Staged):
         inputs, targets = (t.to(self.device, non_blocking=True) for t in batch)
         parts = max(self.microbatches, self.recipe.accumulate)
         count = max(m for m in range(1, parts + 1) if len(inputs) % m == 0 and (len(inputs) >= 2 * m or m == 1))
-        if count < parts or (self.schedule == "1f1b" and count < self.num_blocks):
+        whole = count == parts and (self.schedule == "gpipe" or count >= self.num_blocks)
+        if not whole and self.learner.num_steps == 0:  # an epoch's last batch may well be smaller
             self._tell(len(inputs), count)
         self.learner.loss = self.pipe.step(inputs, targets, count)
         self.exchange.finish()

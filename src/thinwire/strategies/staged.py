@@ -58,7 +58,7 @@ class Staged(Strategy):
         self.units = units_of(model, names)
         self.num_blocks = _num_blocks(name, names, blocks, self.units, comm)
         if names and blocks not in (None, self.num_blocks):
-            raise UsageError(f"{name}: {len(names)} cuts make {self.num_blocks} blocks, not blocks={blocks}")
+            raise UsageError(f"{name}: {len(names)} cut(s) make {self.num_blocks} blocks; leave out blocks={blocks}")
         self.num_replicas = comm.size // self.num_blocks
         self.number, self.replica = divmod(comm.rank, self.num_replicas)
         self.shard = Shard(self.replica, self.num_replicas)

@@ -164,7 +164,7 @@ def resolved(at: Sequence[str], possible: Sequence[str]) -> list[str]:
         layer = next((p for p in possible if p == name or p.startswith(f"{name}.")), None)
         if layer is None:
             some = ", ".join(possible[:12]) + (", …" if len(possible) > 12 else "")
-            raise UsageError(f"the model has no layer {name!r} to begin a block with; possible: {some}")
+            raise UsageError(f"no block but the first can begin with layer {name!r}; possible: {some}")
         found.append(layer)
     return found
 

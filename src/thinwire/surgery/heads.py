@@ -202,6 +202,15 @@ def own(
         head = made(joint.z, joint.out)
         if not isinstance(head, nn.Module):
             raise UsageError(f"head '{function}' returned {type(head).__name__}; expected an nn.Module")
+        try:
+            out = _after(head, joint.z)
+        except RuntimeError as error:
+            raise UsageError(f"head '{function}' cannot take {tuple(joint.z.shape)}: {error}") from None
+        if out.shape != joint.out.shape:
+            raise UsageError(
+                f"head '{function}' makes {tuple(out.shape)} of {tuple(joint.z.shape)}; the model's output, and so a "
+                f"head's, is {tuple(joint.out.shape)}"
+            )
         return head
 
     return Head(fit)
