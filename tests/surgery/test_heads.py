@@ -143,9 +143,7 @@ def for_others(z: Tensor, out: Tensor) -> nn.Module:
 
 
 def test_a_head_of_ones_own_that_does_not_fit_is_named() -> None:
-    with pytest.raises(
-        UsageError, match=r"too_wide' makes \(2, 256\) of \(2, 256\); the model's output.* is \(2, 10\)"
-    ):
+    with pytest.raises(UsageError, match=r"too_wide' makes \(2, 256\) of \(2, 256\); the model's.*\(2, 10\)"):
         registry.build("heads", "own('tests.surgery.test_heads:too_wide')").fit(joint("mlp", 1))
     with pytest.raises(UsageError, match=r"for_others' cannot take \(2, 256\): "):
         registry.build("heads", "own('tests.surgery.test_heads:for_others')").fit(joint("mlp", 1))
