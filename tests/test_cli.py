@@ -31,7 +31,7 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *a
         (["train", "--task", "digit"], "unknown task 'digit'; did you mean 'digits'?"),
         (["train", "--model", "resnet"], "unknown model 'resnet'"),
         (["train", "--optimizer", "adam"], "unknown optimizer 'adam'; did you mean 'adamw'?"),
-        (["train", "--schedule", "linear"], "unknown schedule 'linear'"),
+        (["train", "--schedule", "steps"], "unknown schedule 'steps'"),
         (["train", "--ranks", "0"], "--ranks='0' is not possible: should be greater than 0"),
         (["train", "--lr", "-1"], "--lr='-1' is not possible"),
         (["train", "--epochs", "many"], "--epochs='many' is not possible: should be a valid integer"),

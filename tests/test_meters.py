@@ -74,7 +74,7 @@ def test_a_summary_adds_up_what_ranks_have() -> None:
     summary = summarise(
         RunConfig(link="10mbit", ranks=2), load_task("synthetic", None, 0), LinkReport(True, "off", 8.0, 0.1), epochs=3,
         steps=6, seconds=9.0, train_seconds=4.0, samples=400, value=90.0, best=91.0, parameters=3,
-        consolidated=torch.nn.Linear(1, 2), small=None, everyone=everyone, nodes=2, device=CPU,
+        consolidated=torch.nn.Linear(1, 2), small=None, exits=[], status={}, everyone=everyone, nodes=2, device=CPU,
     )  # fmt: skip
     expected = {
         "wire_bytes_per_rank": 20, "wire_bytes_by_link": {"inside": 11, "between": 29}, "kernel_bytes_per_rank": 8,

@@ -53,8 +53,8 @@ def _factored_line(summary: dict[str, Any]) -> str:
 
 def _blocks_line(summary: dict[str, Any]) -> str:
     """What blocks cost that train themselves, and how well each would do as the end of the model."""
-    flops, backprop = summary["flops_per_sample"], summary["backprop_flops_per_sample"]
-    if not flops:
+    flops, backprop = summary.get("flops_per_sample"), summary.get("backprop_flops_per_sample")
+    if not flops or not backprop:
         return ""
     words = f"{count_of(flops)} operations to train on a sample, {flops / backprop:.2f} of backpropagation's\n"
     exits = ", ".join(show(exit["value"], summary["metric"]) for exit in summary["exits"])
