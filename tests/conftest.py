@@ -16,6 +16,7 @@ import torch
 import torch._dynamo  # the first optimizer would import it, and it sets an environment variable
 import torch.distributed as dist
 
+from tests import quick
 from tests.worlds import ProcessWorlds, on_threads
 from thinwire.comm.base import Comm
 
@@ -30,6 +31,14 @@ def _own_temporary_folder() -> Iterator[None]:
         os.environ["TMPDIR"] = folder
         yield
     os.environ["TMPDIR"] = before
+
+
+@pytest.fixture(scope="session")
+def quick_python() -> Iterator[None]:
+    """What tests.quick starts programs from."""
+    server = quick.start_server()
+    yield
+    server.communicate()
 
 
 def _nothing(comm: Comm) -> None:
@@ -70,8 +79,8 @@ def _eventually(holds: Callable[[], bool], seconds: float = 5.0) -> bool:
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves a process, a thread, a process group or a changed environment behind."""
-    if "world" in request.fixturenames:
-        request.getfixturevalue("world")  # its processes are there before we look
+    for name in {"world", "quick_python"} & set(request.fixturenames):
+        request.getfixturevalue(name)  # its processes are there before we look
     threads, children, environment = set(threading.enumerate()), _children(), dict(os.environ)
     yield
     environment["PYTEST_CURRENT_TEST"] = os.environ.get("PYTEST_CURRENT_TEST", "")

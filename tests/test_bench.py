@@ -6,16 +6,19 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import quick
 from tests.test_report import check_in_browser
 from tests.test_worker import same_files
 from thinwire.records import read_rows
@@ -25,16 +28,21 @@ SPECS = ("data_parallel", "data_parallel(parcel_mb=0.05)")
 SETTINGS = ("--ranks", "2", "--link", "200mbit", "--epochs", "2", "--seeds", "2", "--target", "80")
 
 
-def start(*arguments: str, folder: Path, **more: str) -> subprocess.Popen[str]:
+pytestmark = pytest.mark.usefixtures("quick_python")
+
+
+def start(
+    *arguments: str, folder: Path, python: Sequence[str] = (sys.executable,), **more: str
+) -> subprocess.Popen[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "TMPDIR": str(folder), **more}
     return subprocess.Popen(
-        [sys.executable, "-m", "thinwire", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [*python, "-m", "thinwire", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=env, cwd=folder, start_new_session=True,
     )  # fmt: skip
 
 
 def thinwire(*arguments: str, folder: Path, expect: int = 0) -> tuple[str, str]:
-    process = start(*arguments, folder=folder)
+    process = start(*arguments, folder=folder, python=quick.PYTHON)
     out, err = process.communicate(timeout=110)
     assert process.returncode == expect, err
     return out, err
@@ -45,14 +53,19 @@ def results_of(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="session")  # once a worker, wherever its tests come between others
+@pytest.fixture(scope="session")
 def twice(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same comparison, made twice, with what the first printed."""
-    folder = tmp_path_factory.mktemp("twice")
-    for name in ("one", "two"):
-        out, err = thinwire("compare", *SPECS, *SETTINGS, "--out", name, folder=folder)
-        (folder / f"{name}.out").write_text(out)
-        (folder / f"{name}.err").write_text(err)
+    """The same comparison, made twice, with what they printed; by one of the test processes, for all of them."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "twice"
+    folder.mkdir(exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for name in ("one", "two"):
+            if not (folder / f"{name}.err").exists():
+                out, err = thinwire("compare", *SPECS, *SETTINGS, "--out", name, folder=folder)
+                (folder / f"{name}.out").write_text(out)
+                (folder / f"{name}.err").write_text(err)
     return folder
 
 
@@ -191,10 +204,10 @@ def test_when_every_run_fails_there_is_no_table(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
-    settings = ("--epochs", "4", "--seeds", "2", "--ranks", "2", "--link", "100mbit", "--out", "cmp")
-    process = start("compare", *SPECS, *settings, folder=tmp_path)
+    settings = ("--epochs", "4", "--seeds", "2", "--ranks", "2", "--link", "1gbit", "--out", "cmp")
+    process = start("compare", "data_parallel", *settings, folder=tmp_path)
     assert process.stderr is not None
-    while "run 3 of 4" not in process.stderr.readline():
+    while "run 2 of 2" not in process.stderr.readline():
         assert process.poll() is None
     time.sleep(1)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of it
@@ -203,10 +216,10 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
     assert "what is finished is kept. To go on: thinwire compare --out cmp --resume" in err
     assert "Traceback" not in err
     finished = [row["seeds"] for row in results_of(tmp_path / "cmp")["strategies"]]
-    assert finished == [[0], [0]]
+    assert finished == [[0]]
     assert "Runs not finished" in (tmp_path / "cmp" / "report.html").read_text()
     thinwire("compare", "--out", "cmp", "--resume", folder=tmp_path)
-    assert [row["seeds"] for row in results_of(tmp_path / "cmp")["strategies"]] == [[0, 1], [0, 1]]
+    assert [row["seeds"] for row in results_of(tmp_path / "cmp")["strategies"]] == [[0, 1]]
 
 
 def test_a_second_comparison_on_the_machine_waits_its_turn(tmp_path: Path) -> None:
@@ -321,7 +334,8 @@ def test_a_budget_of_minutes_ends_training_after_an_epoch(tmp_path: Path) -> Non
 
 
 def test_a_reader_that_leaves_does_not_stop_a_comparison(tmp_path: Path) -> None:
-    command = f"{sys.executable} -m thinwire compare data_parallel --epochs 1 --seeds 2 --out cmp 2>&1 | head -1"
+    compare = [*quick.PYTHON, "-m", "thinwire", "compare", "data_parallel", "--epochs", "1", "--seeds", "2"]
+    command = f"{shlex.join([*compare, '--out', 'cmp'])} 2>&1 | head -1"
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     subprocess.run(command, shell=True, cwd=tmp_path, env=env, timeout=100, check=True, capture_output=True)
     deadline = time.monotonic() + 60

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -31,6 +32,19 @@ def test_the_kernel_is_asked_by_the_first_rank_of_each_node_alone(counter: dict[
     asked = simulate(lambda comm: KernelCount(comm, on_hosts=True).now(), ranks=5, nodes=2)
     assert [count is not None for count in asked] == [True, False, False, True, False]
     assert simulate(lambda comm: KernelCount(comm, on_hosts=False).now(), ranks=2) == [None, None]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_the_kernel_is_asked_before_anybody_sends_and_after_all_has_arrived(counter: dict[str, int], late: int) -> None:
+    def run(comm: Comm) -> list[dict[str, Any]]:
+        time.sleep(0.1 * (comm.rank == late))
+        meters = Meters(comm, CPU, LinkReport(on_hosts=True))
+        time.sleep(0.1 * (comm.rank == late))
+        counter["between"] += 50
+        return meters.gather(1.0)
+
+    everyone = simulate(run, ranks=2, nodes=2)
+    assert [[one["kernel"]["between"] for one in each] for each in everyone] == [[100, 100], [100, 100]]
 
 
 def test_kernel_counts_and_waiting_go_on_after_a_stop(counter: dict[str, int]) -> None:

@@ -26,6 +26,8 @@ class Meters:
         self.ledger = comm.ledger
         self.timeline = comm.ledger.timeline
         self.kernel = KernelCount(comm, link.on_hosts)
+        with self.ledger.purpose("start"):
+            comm.barrier()  # nobody sends before every host was asked
 
     def keep_some(self, step: int) -> None:
         """Keep a few steps in the timeline; told before each of the first ones."""
@@ -36,6 +38,8 @@ class Meters:
 
     def gather(self, train_seconds: float) -> list[dict[str, Any]]:
         """What every rank has measured so far. Collective."""
+        with self.ledger.purpose("eval"):
+            self.comm.barrier()  # what the kernel has yet to send is not in its count: all has arrived
         own = {
             "ledger": self.ledger.rows(),
             "kernel": self.kernel.now(),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,12 +17,16 @@ from typing import Any
 
 import pytest
 
+from tests import quick
 from tests.test_worker import same_files
 from thinwire import netlab, registry
 from thinwire.comm.world import place
 from thinwire.errors import RunError, UsageError
 
 ROOT = Path(__file__).parent.parent.parent
+
+
+pytestmark = pytest.mark.usefixtures("quick_python")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,10 +39,11 @@ def _allowed() -> None:
 
 
 def holds(link: str, num_hosts: int, check: Callable[[netlab.Measured], bool]) -> None:
-    """Measured up to three times: the machine that the tests run on is shared, and busy."""
+    """Measured until it does, for at most half a minute: the machine that the tests run on is shared, and busy."""
     with netlab.hosts(num_hosts, link=link) as hosts:
-        found = []
-        for _ in range(3):
+        found: list[netlab.Measured] = []
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
             found.append(hosts.measure())
             print(f"{link}, {num_hosts} hosts: {found[-1].rate_mbit:.2f} Mbit/s, {found[-1].latency_ms:.3f} ms")
             if check(found[-1]):
@@ -280,9 +286,10 @@ def test_without_root_a_user_namespace_serves(tmp_path: Path) -> None:
 
 def thinwire(*arguments: str, forbid: bool = False, expect: int = 0) -> subprocess.CompletedProcess[str]:
     """Run the command, in a process that may not make namespaces if so wanted."""
-    command = [sys.executable, "-m", "thinwire", *arguments]
+    command = [*quick.PYTHON, "-m", "thinwire", *arguments]
     if forbid:
-        command = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", *command]
+        without_rights = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", sys.executable]
+        command = [*without_rights, "-m", "thinwire", *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=110, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"},
@@ -322,10 +329,10 @@ def on_hosts(
         for rank, node in enumerate(placed):
             own = {"RANK": rank, "LOCAL_RANK": rank - placed.index(node), "LOCAL_WORLD_SIZE": placed.count(node)}
             env = {**os.environ, **world, **{name: str(value) for name, value in own.items()}}
-            command_here = [sys.executable, *command]
             cwd = folders[rank] if folders else None
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            ranks.append(hosts[node].start(command_here, env=env, text=True, cwd=cwd, **pipes))
+            command_there = [*quick.python_on(hosts[node]), *command]
+            ranks.append(subprocess.Popen(command_there, env=env, text=True, cwd=cwd, **pipes))
         outputs = [rank.communicate(timeout=100) for rank in ranks]
     for rank, (_, errors) in zip(ranks, outputs, strict=True):
         assert rank.returncode == 0, errors
@@ -342,10 +349,14 @@ def test_each_operation_sends_what_the_ledger_says_inside_and_between_nodes(num_
         of_op = [row for row in rows if row["op"] == op]
         assert all(row["nodes"] == nodes for row in of_op)
         for link in ("inside", "between"):
-            ledger = sum(
-                row["between_bytes"] if link == "between" else row["wire_bytes"] - row["between_bytes"] for row in of_op
-            )
-            kernel = sum(row[link] for row in of_op if row["rank"] == nodes.index(nodes[row["rank"]]))
+            booked, counted = Counter[int](), Counter[int]()
+            for row in of_op:
+                between = row["between_bytes"]
+                booked[row["attempt"]] += between if link == "between" else row["wire_bytes"] - between
+                if row["rank"] == nodes.index(nodes[row["rank"]]):
+                    counted[row["attempt"]] += row[link]
+            (ledger,) = set(booked.values())
+            kernel = min(counted.values())
             assert abs(kernel - ledger) < max(0.01 * ledger, 20_000), f"{op}, {link}: {ledger} booked, {kernel} counted"
 
 

@@ -40,6 +40,12 @@ APART = (
 )  # whose ranks train different things: only what they consolidate to is equal
 
 
+def worlds(threads: list[int], processes: list[int]) -> pytest.MarkDecorator:
+    """Worlds of so many ranks; fewer of processes, which start something for each of their groups."""
+    cases = [("threads", n) for n in threads] + [("processes", n) for n in processes]
+    return pytest.mark.parametrize(("world", "ranks"), cases, indirect=["world"])
+
+
 def small_net(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(
@@ -95,7 +101,7 @@ def train_from_different_weights(comm: Comm, spec: str) -> tuple[dict[str, Tenso
     return weights(strategy.consolidate()), train_from_equal_weights(comm, spec)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@worlds(threads=[1, 2, 3, 4], processes=[3])
 @pytest.mark.parametrize("spec", VARIANTS)
 def test_consolidated_models_are_equal_and_begin_from_rank_0(world: World, spec: str, ranks: int) -> None:
     results = world(train_from_different_weights, ranks, spec)
@@ -122,7 +128,7 @@ def after_each_epoch(comm: Comm, spec: str) -> list[dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@worlds(threads=[1, 2, 4], processes=[4])
 @pytest.mark.parametrize("spec", VARIANTS)
 def test_all_ranks_are_equal_after_each_epoch(world: World, spec: str, ranks: int) -> None:
     results = world(after_each_epoch, ranks, spec)
@@ -170,7 +176,7 @@ def stop_and_go(comm: Comm, spec: str, stops: tuple[int, ...]) -> list[dict[str,
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 4])
+@worlds(threads=[1, 3], processes=[3, 4])
 @pytest.mark.parametrize("spec", VARIANTS)
 def test_a_resumed_run_ends_bit_for_bit_where_the_other_does(world: World, spec: str, ranks: int) -> None:
     stops = (0, 1, 3, 4, 5, 6) if ranks == 3 else (1, 4)

@@ -202,13 +202,14 @@ class LocalParallel(Staged):
                 for k, end in enumerate(ends)
             ]
 
-    def flops_of(self, stage: int, block: nn.Module, head: nn.Module | None, z_in: Tensor, z: Tensor) -> float:
-        shared = self._in_one_pass(stage)
-        with_weights = flops(block, z_in, input_gradient=bool(shared))
-        through = flops(block, z_in, input_gradient=True, weights=False) if stage else 0
-        forward = flops(block, z_in, input_gradient=False, weights=False)
-        alone = len(self._passing(stage)) - len(shared)
-        return with_weights + alone * (through - forward) + (flops(head, z, input_gradient=True) if head else 0)
+    def flops_of(self, block: nn.Module, head: nn.Module | None, z_in: Tensor, z: Tensor) -> int:
+        shared = self._in_one_pass(self.number)
+        total = flops(block, z_in, input_gradient=bool(shared)) + (flops(head, z, input_gradient=True) if head else 0)
+        alone = len(self._passing(self.number)) - len(shared)
+        if alone:
+            forward = flops(block, z_in, input_gradient=False, weights=False)
+            total += alone * (flops(block, z_in, input_gradient=True, weights=False) - forward)
+        return total
 
     def exits(self) -> list[nn.Module]:
         """The blocks up to each head, with that head. Collective."""

@@ -101,10 +101,12 @@ class Staged(Strategy):
         with self.comm.ledger.purpose("start"):
             weights = [t for head in heads if head is not None for t in tensors_of(head.to(self.device)).values()]
             in_one_go(weights, self.comm.broadcast)
-        edges = [seen[start] for start in self.starts], [seen[end] for end in ends]
-        parts = list(zip(range(self.num_blocks), blocks, heads, *edges, strict=True))
-        self.flops_per_sample = sum(self.flops_of(*part) for part in parts) / len(self.example)
-        self.backprop_flops_per_sample = sum(Staged.flops_of(self, *part) for part in parts) / len(self.example)
+        mine = (blocks[self.number], heads[self.number], seen[self.starts[self.number]], seen[ends[self.number]])
+        counted = torch.tensor([self.flops_of(*mine), Staged.flops_of(self, *mine)], dtype=torch.float64)
+        with self.comm.ledger.purpose("start"):
+            self.flops_per_sample, self.backprop_flops_per_sample = (
+                self.column.sum(counted) / len(self.example)
+            ).tolist()
         self._take_apart([Stage(block, head) for block, head in zip(blocks, heads, strict=True)])
         self.begun = True
 
@@ -143,19 +145,21 @@ class Staged(Strategy):
         if isinstance(self.cut, list):
             begins = resolved(self.cut, [unit.name for unit in self.units[1:]])
             return [0, *(i for i, unit in enumerate(self.units) if unit.name in begins)]
-        if self.cut == "parameters":
-            costs = [float(sum(p.numel() for p in unit.module.parameters())) for unit in self.units]
-        else:
-            measure = flops if self.cut == "flops" else seconds
-            passing = zip(self.units, seen[:-1], strict=True)
-            costs = [measure(unit.module, x, input_gradient=i > 0) for i, (unit, x) in enumerate(passing)]
-        starts = torch.tensor(balanced(costs, self.num_blocks))
+        starts = balanced(self._costs(seen), self.num_blocks) if self.comm.rank == 0 else [0] * self.num_blocks
         with self.comm.ledger.purpose("start"):
-            return [int(i) for i in self.comm.broadcast(starts)]
+            return [int(i) for i in self.comm.broadcast(torch.tensor(starts))]
 
-    def flops_of(self, stage: int, block: nn.Module, head: nn.Module | None, z_in: Tensor, z: Tensor) -> float:
-        """Operations of a stage in training, for the example; here those of backpropagation."""
-        return flops(block, z_in, input_gradient=stage > 0)
+    def _costs(self, seen: Sequence[Tensor]) -> list[float]:
+        """What each unit costs, by the measure that the blocks shall be equal in."""
+        if self.cut == "parameters":
+            return [float(sum(p.numel() for p in unit.module.parameters())) for unit in self.units]
+        measure = flops if self.cut == "flops" else seconds
+        passing = zip(self.units, seen[:-1], strict=True)
+        return [measure(unit.module, x, input_gradient=i > 0) for i, (unit, x) in enumerate(passing)]
+
+    def flops_of(self, block: nn.Module, head: nn.Module | None, z_in: Tensor, z: Tensor) -> int:
+        """Operations of this rank's stage in training, for the example; here those of backpropagation."""
+        return flops(block, z_in, input_gradient=not self.is_first)
 
     # ---- the whole model
 

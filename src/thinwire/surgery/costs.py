@@ -42,19 +42,25 @@ def flops(module: nn.Module, x: Tensor, *, input_gradient: bool, weights: bool =
     >>> flops(nn.Linear(8, 4), torch.ones(2, 8), input_gradient=False)  # 2·2·8·4 forward, and as many for the weights
     256
     """
-    twin = copy.deepcopy(module).eval()
+    try:
+        return _counted(_without_numbers(module), x.to("meta"), input_gradient, weights)
+    except (RuntimeError, NotImplementedError):  # something that needs to see numbers
+        return _counted(copy.deepcopy(module), x, input_gradient, weights)
+
+
+def _counted(twin: nn.Module, x: Tensor, input_gradient: bool, weights: bool) -> int:
     if not weights:
         twin.requires_grad_(False)
-    try:
-        return _counted(copy.deepcopy(twin).to("meta"), x.to("meta"), input_gradient)
-    except (RuntimeError, NotImplementedError):  # something that needs to see numbers
-        return _counted(twin, x, input_gradient)
-
-
-def _counted(module: nn.Module, x: Tensor, input_gradient: bool) -> int:
     with FlopCounterMode(display=False) as counter:
-        _forward_backward(module, x, input_gradient)
+        _forward_backward(twin.eval(), x, input_gradient)
     return int(counter.get_total_flops())
+
+
+def _without_numbers(module: nn.Module) -> nn.Module:
+    """A copy on the meta device, for which no weight is copied."""
+    shapes: dict[int, Any] = {id(b): b.detach().to("meta") for b in module.buffers()}
+    shapes |= {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
+    return copy.deepcopy(module, shapes).to("meta")
 
 
 def seconds(module: nn.Module, x: Tensor, *, input_gradient: bool) -> float:
