@@ -132,6 +132,10 @@ def become(
     os.chdir(cwd)
     multiprocessing.process.ORIGINAL_DIR = cwd
     tempfile.tempdir = None
+    if "OMP_NUM_THREADS" in env:
+        import torch
+
+        torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
     if host is not None:
         from thinwire.netlab import Host
 

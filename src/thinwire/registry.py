@@ -10,6 +10,7 @@ import ast
 import importlib
 import inspect
 import sys
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
@@ -240,16 +241,19 @@ def explain(error: ValidationError, owner: str, prefix: str = "") -> str:
     """pydantic's findings as one line: what was given, what is possible. Names are written as on the command line
     where a prefix is given."""
     parts = []
-    for item in error.errors():
-        name = ".".join(str(x) for x in item["loc"]) or owner
+    for first, found in groupby(error.errors(), key=lambda item: item["loc"][:1]):
+        items = list(found)  # several where one of several types would do: pydantic names each in `loc`
+        item = min(items, key=lambda item: len(item["loc"]))
+        name = ".".join(map(str, item["loc"] if len(items) == 1 else first)) or owner
         where = prefix + (name.replace("_", "-") if prefix else name)
-        message = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+        told = (i["msg"].removeprefix("Value error, ").removeprefix("Input should be ") for i in items)
+        messages = list(dict.fromkeys(told))
         if item["type"] == "missing":
             parts.append(f"{where} is missing")
         elif item["type"] == "value_error":
-            parts.append(f"{where}: {message}")
+            parts.append(f"{where}: {messages[0]}")
         else:
-            parts.append(f"{where}={item['input']!r} is not possible: should be {message}")
+            parts.append(f"{where}={item['input']!r} is not possible: should be {', or '.join(messages)}")
     return f"{owner}: " + "; ".join(parts)
 
 

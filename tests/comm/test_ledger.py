@@ -73,3 +73,14 @@ def test_gloo_broadcasts_along_a_binomial_tree() -> None:
     assert [sum(broadcast(1, 4, rank, 0, "gloo").values()) for rank in range(4)] == [2, 1, 0, 0]
     assert [sum(broadcast(1, 4, rank, 2, "gloo").values()) for rank in range(4)] == [0, 0, 2, 1]
     assert [sum(broadcast(1, 4, rank, 0, "nccl").values()) for rank in range(4)] == [1, 1, 1, 0]
+
+
+def test_time_in_which_several_operations_are_under_way_counts_once() -> None:
+    ledger = Ledger()
+    lines = [
+        ledger.book("world", op, ranks=2, payload_bytes=1, wire_bytes=1, between_bytes=0)
+        for op in ("send", "send", "send", "recv")
+    ]
+    for line, begin, end in zip(lines, (0.0, 1.0, 7.0, 0.5), (4.0, 6.0, 8.0, 2.0), strict=True):
+        ledger.spend(line, begin, end)
+    assert {row["op"]: row["seconds"] for row in ledger.rows()} == {"send": 7.0, "recv": 1.5}

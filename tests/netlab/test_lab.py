@@ -323,7 +323,7 @@ def on_hosts(
     """What each rank of a program prints, the ranks spread over hosts as by torchrun."""
     with netlab.hosts(num_nodes) as hosts:
         world = {"WORLD_SIZE": str(num_ranks), "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        world |= {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29500"}
+        world |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29500"}
         placed = place(num_ranks, num_nodes)
         ranks = []
         for rank, node in enumerate(placed):
@@ -382,29 +382,23 @@ def test_reducers_send_so_much_of_float32_by_the_kernels_count() -> None:
 WITHOUT_WAITING = "daso(warmup_epochs=0, cooldown_epochs=0)"
 
 
-@pytest.mark.parametrize("ranks_and_nodes", [(4, 2), (3, 3)], ids=lambda rn: f"{rn[0]} ranks on {rn[1]} nodes")
-def test_ledger_and_kernel_agree_within_one_percent_for_every_strategy(
-    ranks_and_nodes: tuple[int, int], tmp_path: Path
-) -> None:
+def test_ledger_and_kernel_agree_within_one_percent_for_every_strategy(tmp_path: Path) -> None:
     """With a model of some megabytes: what the formulas leave out (headers, acknowledgements, gloo's own notes) is
     about 350 bytes a message, and grows with the number of messages, not with their size."""
-    ranks, nodes = map(str, ranks_and_nodes)
     special = {"daso": WITHOUT_WAITING, "ab": "ab(cutoff=0.5)"}  # with factors to send
     specs = [special.get(name, name) for name in registry.TABLE["strategies"]]
     apart = ["ist"], ["local_parallel", "pipeline"]  # slices go in n·(n−1) messages, activations in one for each batch
     rest = [spec for spec in specs if spec not in apart[0] + apart[1]]
     for some, width, epochs, batch in ((rest, 768, 2, 16), (apart[0], 1536, 1, 16), (apart[1], 768, 1, 256)):
         settings = ("--model", f"mlp(width={width}, norm=True)", "--epochs", str(epochs), "--batch-size", str(batch))
-        where = ("--ranks", ranks, "--nodes", nodes, "--link", "1gbit", "--out", str(tmp_path / f"{width}-{batch}"))
+        where = ("--ranks", "4", "--nodes", "2", "--link", "1gbit", "--out", str(tmp_path / f"{width}-{batch}"))
         thinwire("compare", *some, *settings, *where, "--seeds", "1")
     runs = {run["strategy"]: run for run in (json.loads(path.read_text()) for path in tmp_path.rglob("summary.json"))}
     assert set(runs) == set(specs)
     for strategy, summary in runs.items():
-        assert (summary["ranks"], summary["nodes"], summary["link"]) == (int(ranks), int(nodes), "1gbit")
+        assert (summary["ranks"], summary["nodes"], summary["link"]) == (4, 2, "1gbit")
         for link in ("inside", "between"):
             ledger, kernel = (summary[f"{who}_bytes_by_link"][link] for who in ("wire", "kernel"))
-            if ledger == 0 and link == "inside":
-                continue  # one rank a node
             print(f"{strategy}, {link}: ledger {ledger:,} B, kernel {kernel:,} B, {100 * (kernel / ledger - 1):+.3f} %")
             assert abs(kernel / ledger - 1) < 0.01
     flat, daso = (runs[spec]["kernel_bytes_by_link"]["between"] for spec in ("data_parallel", WITHOUT_WAITING))

@@ -432,6 +432,51 @@ def test_blocks_begin_at_names_or_where_costs_are_equal() -> None:
     assert cut("local_parallel(cut=time)")[0] == "0"
 
 
+def test_a_block_that_makes_the_others_wait_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """One layer cannot be cut; and of the first, nobody needs the gradient at its input."""
+    wide = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 90), nn.Linear(90, 90), nn.Linear(90, 3))
+
+    def run(comm: Comm, spec: str) -> dict[str, Any]:
+        strategy = trainer(comm, spec, wide)
+        strategy.begin(batches("deep", 1)[0][0])
+        return strategy.status()
+
+    (found, *_) = tw.simulate(lambda comm: run(comm, "local_parallel(head=linear, blocks=3)"), ranks=3)
+    assert found["blocks"] == ["0", "2", "3"]
+    costs = [4 * (6 * 4 + 4 * 90) + 2 * 4 * 90 + 6 * 90 * 3, 4 * 90 * 90 + 6 * 90 * 3, 4 * 90 * 3]
+    assert found["shares"] == [round(cost / sum(costs), 3) for cost in costs]
+    said = "local_parallel: block 2 of 3, from layer 2 on, has 87 % of the operations, and the other ranks will wait"
+    assert capsys.readouterr().err.count(said) == 1
+    tw.simulate(lambda comm: run(comm, "local_parallel"), ranks=1)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_first_layers_input_needs_no_gradient_and_so_costs_less() -> None:
+    equal = nn.Sequential(*(nn.Linear(12, 12) for _ in range(5)))  # 4 + 6 + 6 + 6 + 6: 16 and 12, not 12 and 18
+
+    def run(comm: Comm) -> list[str]:
+        strategy = trainer(comm, "local_parallel(head=linear)", equal)
+        strategy.begin(torch.ones(2, 12))
+        return strategy.status()["blocks"]
+
+    assert tw.simulate(run, ranks=2)[0] == ["0", "3"]
+
+
+def test_heads_follow_the_models_first_weights_and_the_seed() -> None:
+    def heads(comm: Comm, model: nn.Module, seed: int) -> dict[str, Tensor]:
+        strategy = trainer(comm, f"local_parallel(blocks=2, head=linear, seed={seed})", model)
+        strategy.begin(batches("deep", 1)[0][0])
+        return weights(strategy.exits()[0][-1])
+
+    one, again, other_weights, other_seed = (
+        tw.simulate(lambda comm, case=case: heads(comm, *case), ranks=2)[0]
+        for case in ((deep_net(), 0), (deep_net(), 0), (deep_net(seed=1), 0), (deep_net(), 1))
+    )
+    assert same(one, again)
+    assert not same(one, other_weights)
+    assert not same(one, other_seed)
+
+
 class Written(nn.Module):
     """Not a sequence, and with a weight that nothing uses."""
 
@@ -552,6 +597,7 @@ def left_early(comm: Comm, spec: str) -> list[dict[str, Tensor]]:
                 strategy.step(batch)
             strategy.end_epoch()
         assert strategy.inbox is None or not strategy.inbox.coming
+        assert not strategy.gradients_out.under_way
         found.append(weights(strategy.consolidate()))
     return found
 

@@ -207,7 +207,7 @@ class _Begun:
             waited_from = time.perf_counter()
             self.result = self.pending.wait()
             end = time.perf_counter()
-            self.comm.ledger.spend(self.line, end - self.begin)
+            self.comm.ledger.spend(self.line, self.begin, end)
             self.comm._tell(self.op, self.begin, waited_from, end, self.sent)
         return self.result
 

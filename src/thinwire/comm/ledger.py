@@ -32,6 +32,9 @@ class Total:
     between_bytes: int = 0  # the part of wire_bytes that left the node
     seconds: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.until = 0.0  # when the last of those that are waited for had ended
+
 
 class Ledger:
     """Counts what one rank sends, and (in `timeline`) how long it waited for that.
@@ -83,10 +86,11 @@ class Ledger:
             total.seconds += seconds
             return total
 
-    def spend(self, line: Total, seconds: float) -> None:
-        """Add time to an operation that was booked when it began."""
+    def spend(self, line: Total, begin: float, end: float) -> None:
+        """Add time to an operation that was booked when it began; when several were under way it counts once."""
         with self._lock:
-            line.seconds += seconds
+            line.seconds += max(0.0, end - max(begin, line.until))
+            line.until = max(end, line.until)
 
     @property
     def wire_bytes(self) -> int:

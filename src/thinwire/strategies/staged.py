@@ -25,6 +25,7 @@ from thinwire.surgery.hollow import filled, hollow, tensors_of
 Cut = Literal["flops", "time", "parameters"] | list[str]
 EXAMPLE_SAMPLES = 2
 PARCEL_MB = 25.0
+UNEQUAL = 2.0  # times its equal share: a block that makes the others wait
 
 
 class Stage(nn.Module):
@@ -104,9 +105,10 @@ class Staged(Strategy):
         mine = (blocks[self.number], heads[self.number], seen[self.starts[self.number]], seen[ends[self.number]])
         counted = torch.tensor([self.flops_of(*mine), Staged.flops_of(self, *mine)], dtype=torch.float64)
         with self.comm.ledger.purpose("start"):
-            self.flops_per_sample, self.backprop_flops_per_sample = (
-                self.column.sum(counted) / len(self.example)
-            ).tolist()
+            by_stage = torch.stack(self.column.gather(counted)) / len(self.example)
+        self.flops_per_sample, self.backprop_flops_per_sample = by_stage.sum(0).tolist()
+        self.shares = (by_stage[:, 0] / by_stage[:, 0].sum()).tolist()
+        self._tell_if_unequal()
         self._take_apart([Stage(block, head) for block, head in zip(blocks, heads, strict=True)])
         self.begun = True
 
@@ -119,6 +121,17 @@ class Staged(Strategy):
                     f"{self.name}: block {number}, from layer {first} on, has nothing to train; cut elsewhere, use "
                     "fewer blocks, or set requires_grad on a parameter of it"
                 )
+
+    def _tell_if_unequal(self) -> None:
+        dearest = max(self.shares)
+        if dearest > UNEQUAL / self.num_blocks and self.num_blocks > 1 and self.comm.rank == 0:
+            number = self.shares.index(dearest)
+            first = self.units[self.starts[number]].name
+            say_once(
+                f"{self.name}: block {number + 1} of {self.num_blocks}, from layer {first} on, has "
+                f"{100 * dearest:.0f} % of the operations, and the other ranks will wait for it; "
+                "try fewer blocks or another cut"
+            )
 
     def _take_apart(self, stages: list[Stage]) -> None:
         """Keep this rank's stage, and of the others the shapes alone."""
@@ -164,11 +177,12 @@ class Staged(Strategy):
     # ---- the whole model
 
     def status(self) -> dict[str, Any]:
-        """Where blocks begin, and what a sample costs in training."""
+        """Where blocks begin, how much of the operations each has, and what a sample costs in training."""
         if not self.begun:
             return {}
         return {
             "blocks": [self.units[start].name for start in self.starts],
+            "shares": [round(share, 3) for share in self.shares],
             "flops_per_sample": self.flops_per_sample,
             "backprop_flops_per_sample": self.backprop_flops_per_sample,
         }
