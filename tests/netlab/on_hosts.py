@@ -15,7 +15,7 @@ from thinwire.comm.base import Comm
 from thinwire.netlab import sent_bytes
 
 SIZE = 2_000_000
-ATTEMPTS = 3  # at an operation: what a busy kernel believes lost is sent, and counted, twice
+ATTEMPTS = 3  # what a busy kernel believes lost is sent, and counted, twice
 
 
 def operations(comm: Comm) -> dict[str, Callable[[], object]]:
@@ -49,7 +49,7 @@ def main() -> None:
     with tw.join() as comm:
         specs = sys.argv[1:]
         for name, run in (reducers(specs, comm) if specs else operations(comm)).items():
-            for attempt in range(1 if specs else ATTEMPTS):
+            for attempt in range(ATTEMPTS):
                 comm.barrier()
                 booked, kernel = comm.ledger.rows(), sent_bytes()
                 comm.barrier()  # nobody begins before all have read their counters

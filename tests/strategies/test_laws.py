@@ -176,10 +176,10 @@ def stop_and_go(comm: Comm, spec: str, stops: tuple[int, ...]) -> list[dict[str,
     return found
 
 
-@worlds(threads=[1, 3], processes=[3, 4])
+@worlds(threads=[1, 3], processes=[4])
 @pytest.mark.parametrize("spec", VARIANTS)
 def test_a_resumed_run_ends_bit_for_bit_where_the_other_does(world: World, spec: str, ranks: int) -> None:
-    stops = (0, 1, 3, 4, 5, 6) if ranks == 3 else (1, 4)
+    stops = (0, 1, 3, 4, 5, 6) if ranks > 1 else (1, 4)
     for straight, *resumed in world(stop_and_go, ranks, spec, stops):
         for stop, one in zip(stops, resumed, strict=True):
             assert same(straight, one), f"after {stop} steps"
@@ -204,15 +204,21 @@ def test_a_state_can_be_gone_on_from_twice(process_world: ProcessWorlds, spec: s
     assert all(run(gone_on_from_twice, 2, spec)), "training changed a state that was loaded"
 
 
-def without_saving(comm: Comm, spec: str) -> dict[str, Tensor]:
-    strategy = trainer(comm, spec)
-    epochs(strategy, batches(9, 24), 5)
-    return weights(strategy.consolidate())
+def with_and_without_saving(comm: Comm, spec: str) -> list[dict[str, Tensor]]:
+    found = []
+    for saves in (True, False):
+        strategy = trainer(comm, spec)
+        for i, batch in enumerate(batches(9, 24)):
+            if saves:
+                strategy.state_dict()
+            epochs(strategy, [batch], 5, start=i)
+        found.append(weights(strategy.consolidate()))
+    return found
 
 
 @pytest.mark.parametrize("spec", VARIANTS)
 def test_saving_changes_nothing(world: World, spec: str) -> None:
-    assert same(world(without_saving, 2, spec)[0], world(stop_and_go, 2, spec, tuple(range(9)))[0][0])
+    assert same(*world(with_and_without_saving, 2, spec)[0])
 
 
 def accumulated(comm: Comm, spec: str, pieces: int) -> dict[str, Tensor]:
