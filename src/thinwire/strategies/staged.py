@@ -102,13 +102,7 @@ class Staged(Strategy):
         with self.comm.ledger.purpose("start"):
             weights = [t for head in heads if head is not None for t in tensors_of(head.to(self.device)).values()]
             in_one_go(weights, self.comm.broadcast)
-        mine = (blocks[self.number], heads[self.number], seen[self.starts[self.number]], seen[ends[self.number]])
-        counted = torch.tensor([self.flops_of(*mine), Staged.flops_of(self, *mine)], dtype=torch.float64)
-        with self.comm.ledger.purpose("start"):
-            by_stage = torch.stack(self.column.gather(counted)) / len(self.example)
-        self.flops_per_sample, self.backprop_flops_per_sample = by_stage.sum(0).tolist()
-        self.shares = (by_stage[:, 0] / by_stage[:, 0].sum()).tolist()
-        self._tell_if_unequal()
+        self._weigh(blocks[self.number], heads[self.number], seen[self.starts[self.number]], seen[ends[self.number]])
         self._take_apart([Stage(block, head) for block, head in zip(blocks, heads, strict=True)])
         self.begun = True
 
@@ -122,7 +116,13 @@ class Staged(Strategy):
                     "fewer blocks, or set requires_grad on a parameter of it"
                 )
 
-    def _tell_if_unequal(self) -> None:
+    def _weigh(self, block: nn.Module, head: nn.Module | None, z_in: Tensor, z: Tensor) -> None:
+        """Add up what all stages cost, this one's counted here, and say if one makes the others wait. Collective."""
+        own = self.flops_of(block, head, z_in, z), Staged.flops_of(self, block, head, z_in, z)
+        with self.comm.ledger.purpose("start"):
+            by_stage = torch.stack(self.column.gather(torch.tensor(own, dtype=torch.float64))) / len(self.example)
+        self.flops_per_sample, self.backprop_flops_per_sample = by_stage.sum(0).tolist()
+        self.shares = (by_stage[:, 0] / max(1.0, self.flops_per_sample)).tolist()
         dearest = max(self.shares)
         if dearest > UNEQUAL / self.num_blocks and self.num_blocks > 1 and self.comm.rank == 0:
             number = self.shares.index(dearest)
