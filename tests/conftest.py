@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import tempfile
 import threading
 import time
@@ -38,7 +39,11 @@ def quick_python() -> Iterator[None]:
     """What tests.quick starts programs from."""
     server = quick.start_server()
     yield
-    server.communicate()
+    try:
+        server.communicate(timeout=20)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.communicate()
 
 
 def _nothing(comm: Comm) -> None:

@@ -1,8 +1,9 @@
 """Python programs started by a process that has imported torch already: in a moment, where a start takes seconds.
 
 What is run is the same: a process of its own with its own arguments, environment, folder and output, and ranks of its
-own, forked in the same way. But it is not in the process group of whoever started it, so tests of signals and of what
-is left behind start Python itself.
+own, forked in the same way. But it is not in the process group of whoever started it, all of them order sets alike (one
+PYTHONHASHSEED), and they end without taking their modules apart. So tests of signals, of how processes end, and some of
+equal results start Python itself.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import struct
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -42,7 +45,7 @@ def start_server() -> subprocess.Popen[bytes]:
         [sys.executable, "-m", "tests.quick", SOCKET], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert server.stdout is not None
-    server.stdout.readline()  # it listens; meanwhile it imports
+    assert server.stdout.readline() == b"listening\n"  # meanwhile it imports
     return server
 
 
@@ -60,6 +63,8 @@ def ask(path: str, host: str, arguments: Sequence[str]) -> int:
         session, code = (struct.unpack("i", server.recv(4, socket.MSG_WAITALL))[0] for _ in range(2))
         if NOTE in os.environ:
             os.write(int(os.environ[NOTE]), str(session).encode())
+    if code < 0:
+        os.kill(os.getpid(), -code)  # as it was ended
     return int(code)
 
 
@@ -71,25 +76,32 @@ def serve(path: str) -> None:
     import importlib
     import multiprocessing.util
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started this, and ends stdin
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who wait for programs
-    with socket.socket(socket.AF_UNIX) as listener:
+    with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as events:
         listener.bind(path)
         listener.listen(64)
-        print("listening", flush=True)
-        for name in MODULES:
-            importlib.import_module(name)
-        multiprocessing.util.spawnv_passfds = fork_instead  # type: ignore[attr-defined]
-        with selectors.DefaultSelector() as events:
+        try:
+            print("listening", flush=True)
+            for name in MODULES:
+                importlib.import_module(name)
+            multiprocessing.util.spawnv_passfds = fork_instead  # type: ignore[attr-defined]
             events.register(sys.stdin, selectors.EVENT_READ)
             events.register(listener, selectors.EVENT_READ)
             while sys.stdin not in [key.fileobj for key, _ in events.select()]:
                 caller, _ = listener.accept()
                 if os.fork() == 0:
-                    events.close()
-                    listener.close()
-                    attend(caller)
+                    try:
+                        events.close()
+                        listener.close()
+                        attend(caller)
+                    except BaseException:
+                        traceback.print_exc()
+                    finally:
+                        os._exit(1)
                 caller.close()
-    os.unlink(path)
+        finally:
+            os.unlink(path)
 
 
 def attend(caller: socket.socket) -> NoReturn:
@@ -101,16 +113,21 @@ def attend(caller: socket.socket) -> NoReturn:
     if program == 0:
         caller.close()
         become(descriptors, **request)
-    caller.sendall(struct.pack("i", program))
-    with selectors.DefaultSelector() as events:
-        ended = os.pidfd_open(program)
-        events.register(ended, selectors.EVENT_READ)
-        events.register(caller, selectors.EVENT_READ)
-        if ended not in [key.fileobj for key, _ in events.select()]:
-            os.killpg(program, signal.SIGKILL)
-    code = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
-    caller.sendall(struct.pack("i", code))
-    os._exit(0)
+    try:
+        caller.sendall(struct.pack("i", program))
+        with selectors.DefaultSelector() as events:
+            ended = os.pidfd_open(program)
+            events.register(ended, selectors.EVENT_READ)
+            events.register(caller, selectors.EVENT_READ)
+            if ended in [key.fileobj for key, _ in events.select()]:
+                code = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
+                caller.sendall(struct.pack("i", code))
+                os._exit(0)
+    finally:  # nobody waits for it any more
+        for kill in (os.killpg, os.kill):  # it may not lead a group yet
+            with suppress(ProcessLookupError):
+                kill(program, signal.SIGKILL)
+        os._exit(1)
 
 
 def become(
@@ -120,9 +137,9 @@ def become(
     import atexit
     import multiprocessing.process
     import runpy
-    import traceback
 
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for here, there in enumerate(descriptors):
         os.dup2(there, here)
         os.close(there)
@@ -151,6 +168,8 @@ def become(
             runpy.run_path(args[0], run_name="__main__")
     except SystemExit as end:
         code = end.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -166,12 +185,15 @@ def fork_instead(path: str, args: Sequence[Any], descriptors: Sequence[int]) -> 
     if child:
         return child
     try:
+        assert args[-2] in ("-c", b"-c"), args
         keep = sorted({0, 1, 2, *descriptors})
         for one, next_one in zip(keep, [*keep[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
             os.closerange(one + 1, next_one)
         exec(args[-1], {"__name__": "__main__"})
-    finally:
-        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
 
 
 if __name__ == "__main__":

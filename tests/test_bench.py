@@ -41,8 +41,8 @@ def start(
     )  # fmt: skip
 
 
-def thinwire(*arguments: str, folder: Path, expect: int = 0) -> tuple[str, str]:
-    process = start(*arguments, folder=folder, python=quick.PYTHON)
+def thinwire(*arguments: str, folder: Path, expect: int = 0, python: Sequence[str] = quick.PYTHON) -> tuple[str, str]:
+    process = start(*arguments, folder=folder, python=python)
     out, err = process.communicate(timeout=110)
     assert process.returncode == expect, err
     return out, err
@@ -61,9 +61,9 @@ def twice(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir(exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for name in ("one", "two"):
+        for name, python in (("one", quick.PYTHON), ("two", [sys.executable])):
             if not (folder / f"{name}.err").exists():
-                out, err = thinwire("compare", *SPECS, *SETTINGS, "--out", name, folder=folder)
+                out, err = thinwire("compare", *SPECS, *SETTINGS, "--out", name, folder=folder, python=python)
                 (folder / f"{name}.out").write_text(out)
                 (folder / f"{name}.err").write_text(err)
     return folder

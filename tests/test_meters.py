@@ -34,11 +34,18 @@ def test_the_kernel_is_asked_by_the_first_rank_of_each_node_alone(counter: dict[
     assert simulate(lambda comm: KernelCount(comm, on_hosts=False).now(), ranks=2) == [None, None]
 
 
+@pytest.mark.parametrize("resumes", [False, True])
 @pytest.mark.parametrize("late", [0, 1])
-def test_the_kernel_is_asked_before_anybody_sends_and_after_all_has_arrived(counter: dict[str, int], late: int) -> None:
+def test_the_kernel_is_asked_before_anybody_sends_and_after_all_has_arrived(
+    counter: dict[str, int], late: int, resumes: bool
+) -> None:
     def run(comm: Comm) -> list[dict[str, Any]]:
+        meters = Meters(comm, CPU, LinkReport(on_hosts=True)) if resumes else None
         time.sleep(0.1 * (comm.rank == late))
-        meters = Meters(comm, CPU, LinkReport(on_hosts=True))
+        if meters is None:
+            meters = Meters(comm, CPU, LinkReport(on_hosts=True))
+        else:
+            meters.load_state_dict(meters.state_dict())
         time.sleep(0.1 * (comm.rank == late))
         counter["between"] += 50
         return meters.gather(1.0)

@@ -26,8 +26,12 @@ class Meters:
         self.ledger = comm.ledger
         self.timeline = comm.ledger.timeline
         self.kernel = KernelCount(comm, link.on_hosts)
+        self._await_all()
+
+    def _await_all(self) -> None:
+        """Let nobody send before every host was asked what it has sent."""
         with self.ledger.purpose("start"):
-            comm.barrier()  # nobody sends before every host was asked
+            self.comm.barrier()
 
     def keep_some(self, step: int) -> None:
         """Keep a few steps in the timeline; told before each of the first ones."""
@@ -71,10 +75,11 @@ class Meters:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
+        """Go on from a state. Collective."""
+        self.kernel.restart(state["kernel"])
+        self._await_all()
         self.ledger.load_rows(state["ledger"])
         self.timeline.waiting_seconds = state["waiting_seconds"]
-        self.kernel.restart(state["kernel"])
         self.link = self.link.mixed_with(state["link_state"])
 
 

@@ -10,6 +10,7 @@ import ast
 import importlib
 import inspect
 import sys
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
@@ -242,19 +243,24 @@ def explain(error: ValidationError, owner: str, prefix: str = "") -> str:
     where a prefix is given."""
     parts = []
     for first, found in groupby(error.errors(), key=lambda item: item["loc"][:1]):
-        items = list(found)  # several where one of several types would do: pydantic names each in `loc`
-        item = min(items, key=lambda item: len(item["loc"]))
-        name = ".".join(map(str, item["loc"] if len(items) == 1 else first)) or owner
-        where = prefix + (name.replace("_", "-") if prefix else name)
-        told = (i["msg"].removeprefix("Value error, ").removeprefix("Input should be ") for i in items)
-        messages = list(dict.fromkeys(told))
-        if item["type"] == "missing":
-            parts.append(f"{where} is missing")
-        elif item["type"] == "value_error":
-            parts.append(f"{where}: {messages[0]}")
-        else:
-            parts.append(f"{where}={item['input']!r} is not possible: should be {', or '.join(messages)}")
+        items = list(found)  # several where any of several types would do
+        elements = [[item] for item in items if isinstance((item["loc"] or [None])[-1], int)]  # wrong ones of a list
+        parts += [_explained(some, str(first[0]) if first else owner, prefix) for some in elements or [items]]
     return f"{owner}: " + "; ".join(parts)
+
+
+def _explained(items: Sequence[Any], name: str, prefix: str) -> str:
+    """What is wrong with one value, by each of the types that it might have had."""
+    item = items[0]
+    place = f"[{item['loc'][-1]}]" if item["loc"] and isinstance(item["loc"][-1], int) else ""
+    where = prefix + (name.replace("_", "-") if prefix else name) + place
+    words = [i["msg"].removeprefix("Value error, ").removeprefix("Input should be ") for i in items]
+    wanted = ", or ".join(dict.fromkeys(word.partition(", unable to parse")[0] for word in words))
+    if item["type"] == "missing":
+        return f"{where} is missing"
+    if item["type"] == "value_error":
+        return f"{where}: {wanted}"
+    return f"{where}={item['input']!r} is not possible: should be {wanted}"
 
 
 def _describe(name: str, module: str, attribute: str) -> Entry:

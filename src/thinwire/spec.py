@@ -81,5 +81,6 @@ def _show(value: Value) -> str:
 def _malformed(text: str) -> UsageError:
     return UsageError(
         f"cannot read '{text}'; expected a name or name(option=value, …), "
-        "for example data_parallel, maxnorm(bits=4) or mlp(width=256, depth=2)"
+        "for example data_parallel, maxnorm(bits=4) or local_parallel(cut=['2.conv']): text that is no plain name in "
+        "quotes, several in brackets"
     )

@@ -21,7 +21,7 @@ from thinwire.comm.joining import join
 from thinwire.comm.world import find_world
 from thinwire.config import MAY_CHANGE, RunConfig
 from thinwire.data import Loader, mix
-from thinwire.errors import PeerLost, ThinwireError, UsageError
+from thinwire.errors import PeerLost, UsageError
 from thinwire.evaluation import evaluate
 from thinwire.meters import Meters
 from thinwire.network import LinkReport
@@ -120,10 +120,9 @@ class Run:
                 self.progress = Reported(self.news, *about) if self.news else Shown(*about)
             while self.at.epoch < self._get("epochs") and not self._out_of_time():
                 self._epoch()
-        except PeerLost:
-            raise
-        except ThinwireError:
-            self.folder.forget_if_empty()
+        except Exception as error:
+            if not isinstance(error, PeerLost):  # who failed does it
+                self.folder.forget_if_empty()
             raise
         finally:
             self.progress.close()

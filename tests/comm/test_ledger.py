@@ -75,12 +75,26 @@ def test_gloo_broadcasts_along_a_binomial_tree() -> None:
     assert [sum(broadcast(1, 4, rank, 0, "nccl").values()) for rank in range(4)] == [1, 1, 1, 0]
 
 
-def test_time_in_which_several_operations_are_under_way_counts_once() -> None:
+@pytest.mark.parametrize(
+    ("times", "seconds"),
+    [
+        ([(0.0, 4.0), (1.0, 6.0), (7.0, 8.0)], 7.0),
+        ([(0.0, 10.0), (5.0, 6.0)], 10.0),  # the first is waited for last
+        ([(1.0, 2.0), (2.0, 3.0)], 2.0),
+        ([(0.0, 9.0), (1.0, 2.0), (3.0, 4.0), (8.0, 11.0)], 11.0),
+    ],
+)
+def test_time_in_which_several_operations_are_under_way_counts_once(
+    times: list[tuple[float, float]], seconds: float
+) -> None:
     ledger = Ledger()
-    lines = [
-        ledger.book("world", op, ranks=2, payload_bytes=1, wire_bytes=1, between_bytes=0)
-        for op in ("send", "send", "send", "recv")
-    ]
-    for line, begin, end in zip(lines, (0.0, 1.0, 7.0, 0.5), (4.0, 6.0, 8.0, 2.0), strict=True):
-        ledger.spend(line, begin, end)
-    assert {row["op"]: row["seconds"] for row in ledger.rows()} == {"send": 7.0, "recv": 1.5}
+    line, other = (
+        ledger.book("world", op, ranks=2, payload_bytes=1, wire_bytes=1, between_bytes=0) for op in ("send", "recv")
+    )
+    begins = [(begin, ledger.began) for begin, _ in times]
+    ends = [(end, ledger.ended) for _, end in times]
+    for at, happened in sorted(begins + ends, key=lambda event: event[0]):
+        happened(line, at)
+    ledger.began(other, 3.0)
+    ledger.ended(other, 4.5)
+    assert {row["op"]: row["seconds"] for row in ledger.rows()} == {"send": seconds, "recv": 1.5}

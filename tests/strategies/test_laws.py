@@ -101,7 +101,7 @@ def train_from_different_weights(comm: Comm, spec: str) -> tuple[dict[str, Tenso
     return weights(strategy.consolidate()), train_from_equal_weights(comm, spec)
 
 
-@worlds(threads=[1, 2, 3, 4], processes=[3])
+@worlds(threads=[1, 2, 3, 4], processes=[1, 3])
 @pytest.mark.parametrize("spec", VARIANTS)
 def test_consolidated_models_are_equal_and_begin_from_rank_0(world: World, spec: str, ranks: int) -> None:
     results = world(train_from_different_weights, ranks, spec)
@@ -176,10 +176,10 @@ def stop_and_go(comm: Comm, spec: str, stops: tuple[int, ...]) -> list[dict[str,
     return found
 
 
-@worlds(threads=[1, 3], processes=[4])
+@worlds(threads=[1, 3, 4], processes=[1, 3])
 @pytest.mark.parametrize("spec", VARIANTS)
 def test_a_resumed_run_ends_bit_for_bit_where_the_other_does(world: World, spec: str, ranks: int) -> None:
-    stops = (0, 1, 3, 4, 5, 6) if ranks > 1 else (1, 4)
+    stops = (0, 1, 3, 4, 5, 6) if ranks == 3 else (1, 4)
     for straight, *resumed in world(stop_and_go, ranks, spec, stops):
         for stop, one in zip(stops, resumed, strict=True):
             assert same(straight, one), f"after {stop} steps"

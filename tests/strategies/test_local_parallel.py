@@ -18,7 +18,7 @@ import thinwire as tw
 from tests.worlds import ProcessWorlds, on_threads
 from thinwire.comm.base import Comm
 from thinwire.data import mix
-from thinwire.errors import PeerLost, UsageError
+from thinwire.errors import PeerLost, RunError, UsageError
 from thinwire.strategies.local_parallel import LocalParallel
 from thinwire.strategies.staged import seeded
 from thinwire.surgery.heads import Exit, Readout
@@ -377,6 +377,13 @@ def test_a_dead_stage_is_named_by_its_neighbours() -> None:
     [
         ("local_parallel(blocks=5)", 5, r"5 blocks, but the model can be cut into 4, which begin at 0, 4, 8, 12; use"),
         ("local_parallel(blocks=3)", 4, r"4 ranks cannot share 3 blocks equally; try blocks=1 or 2 or 4, or 6 ranks"),
+        ("local_parallel(blocks=4)", 2, r"2 ranks cannot share 4 blocks equally; try blocks=1 or 2, or 4 ranks"),
+        ("local_parallel(blocks=3)", 1, r"1 rank cannot share 3 blocks equally; try blocks=1, or 3 ranks"),
+        (
+            "local_parallel(head=own('tests.user_task:one_argument'))",
+            2,
+            r"must be a function of \(z, output\): too many",
+        ),
         ("local_parallel(cut=['4', '9'], blocks=2)", 3, r"2 cut\(s\) make 3 blocks; leave out blocks=2"),
         ("local_parallel(cut=['99'])", 2, r"can begin with layer '99'; possible: 1, 2, 3, 4"),
         (
@@ -387,6 +394,12 @@ def test_a_dead_stage_is_named_by_its_neighbours() -> None:
         ("local_parallel(cut=['4', '4'])", 3, r"name each layer that a block shall begin with once"),
         ("local_parallel(cut=[])", 3, r"name each layer that a block shall begin with once"),
         ("local_parallel(cut=['2', '4'])", 3, r"block 2, from layer 2 on, has nothing to train"),
+        (
+            "local_parallel(cut=flop)",
+            2,
+            r"cut='flop' is not possible: should be 'flops', 'time' or 'parameters', or a v",
+        ),
+        ("local_parallel(cut=['4', 8])", 2, r"cut\[1\]=8 is not possible: should be a valid string"),
         ("local_parallel(head=nonsense)", 2, r"unknown head 'nonsense'"),
         ("local_parallel(overlap=0)", 2, r"overlap=0 is not possible"),
         ("local_parallel(head=conv)", 2, r"head=conv is for images"),
@@ -445,10 +458,48 @@ def test_a_block_that_makes_the_others_wait_is_named(capsys: pytest.CaptureFixtu
     assert found["blocks"] == ["0", "2", "3"]
     costs = [4 * (6 * 4 + 4 * 90) + 2 * 4 * 90 + 6 * 90 * 3, 4 * 90 * 90 + 6 * 90 * 3, 4 * 90 * 3]
     assert found["shares"] == [round(cost / sum(costs), 3) for cost in costs]
-    said = "local_parallel: block 2 of 3, from layer 2 on, has 87 % of the operations, and the other ranks will wait"
+    said = "local_parallel: block 2 of 3, from layer 2 on, has 87 % of the operations, its head's included"
     assert capsys.readouterr().err.count(said) == 1
-    tw.simulate(lambda comm: run(comm, "local_parallel"), ranks=1)
-    assert capsys.readouterr().err == ""
+    tw.simulate(lambda comm: run(comm, "local_parallel(cut=['1'], head=linear)"), ranks=2)
+    assert "block 2 of 2, from layer 1 on, has 100 % of the operations" in capsys.readouterr().err
+    for spec, ranks in (
+        ("local_parallel", 1),
+        ("local_parallel(cut=['3'], head=linear)", 2),
+        ("local_parallel(cut=time)", 3),
+    ):
+        tw.simulate(lambda comm, spec=spec: run(comm, spec), ranks=ranks)
+    assert "block 1 of 2" in (err := capsys.readouterr().err)
+    assert err.count("operations") == 1
+
+
+def test_replicas_add_nothing_to_what_a_sample_costs() -> None:
+    def run(comm: Comm) -> dict[str, Any]:
+        strategy = trainer(comm, "local_parallel(blocks=2, head=linear)", MODELS["deep", 0.0])
+        strategy.begin(batches("deep", 1)[0][0])
+        return strategy.status()
+
+    assert tw.simulate(run, ranks=2)[0] == tw.simulate(run, ranks=6)[0]
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = nn.Parameter(torch.ones(1, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factors
+
+
+def test_a_model_whose_operations_are_not_counted_costs_nothing() -> None:
+    net = nn.Sequential(Scaled(), Scaled())
+
+    def run(comm: Comm) -> dict[str, Any]:
+        strategy = trainer(comm, "local_parallel(cut=['1'], overlap=2, reduce=farthest)", net)
+        strategy.begin(batches("deep", 1)[0][0])
+        return strategy.status()
+
+    found = tw.simulate(run, ranks=2)[0]
+    assert (found["shares"], found["flops_per_sample"]) == ([0.0, 0.0], 0.0)
 
 
 def test_the_first_layers_input_needs_no_gradient_and_so_costs_less() -> None:
@@ -460,6 +511,17 @@ def test_the_first_layers_input_needs_no_gradient_and_so_costs_less() -> None:
         return strategy.status()["blocks"]
 
     assert tw.simulate(run, ranks=2)[0] == ["0", "3"]
+
+
+def test_there_are_no_exits_before_there_are_blocks() -> None:
+    def run(comm: Comm) -> int:
+        strategy = trainer(comm, "local_parallel", MODELS["deep", 0.0])
+        with pytest.raises(RunError, match=r"no blocks before the first step; trainer.begin\(inputs\) cuts the model"):
+            strategy.exits()
+        strategy.begin(batches("deep", 1)[0][0])
+        return len(strategy.exits())
+
+    assert tw.simulate(run, ranks=3) == [2, 2, 2]
 
 
 def test_heads_follow_the_models_first_weights_and_the_seed() -> None:

@@ -106,7 +106,8 @@ def test_a_cut_inside_a_module_is_found_by_its_name() -> None:
 def test_no_cut_crosses_a_skip_connection() -> None:
     assert [unit.name for unit in units_of(Skipping())] == ["first", "second", "last"]
     with pytest.raises(
-        UsageError, match=r"cut at third: 2 tensors cross there, first \(for .*\), second \(for third\)"
+        UsageError,
+        match=r"cut at third: 2 tensors cross there, first \(for add\), second \(for third\); .* possible: second, la",
     ):
         units_of(Skipping(), ["third"])
 
@@ -118,6 +119,10 @@ def test_names_in_a_sequence_may_be_anywhere_in_it() -> None:
     assert [unit.name for unit in units_of(net, ["1"])] == ["0.0", "1.0"]
     with pytest.raises(UsageError, match=r"can begin with layer '2'; possible: 0.1, 1.0, 1.1"):
         units_of(net, ["2"])
+    with pytest.raises(
+        UsageError, match=r"layer '1.linear1', which is inside 1, and that is run as a whole; possible: 1"
+    ):
+        units_of(nn.Sequential(nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 1)), ["1.linear1"])
 
 
 def test_a_model_that_cannot_be_followed_says_so() -> None:

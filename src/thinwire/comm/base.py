@@ -200,6 +200,7 @@ class _Begun:
         self.begin = time.perf_counter()
         self.pending = start()
         self.line = comm.book(op, payload, sent)
+        comm.ledger.began(self.line, self.begin)
         self.result: Tensor | None = None
 
     def wait(self) -> Tensor:
@@ -207,7 +208,7 @@ class _Begun:
             waited_from = time.perf_counter()
             self.result = self.pending.wait()
             end = time.perf_counter()
-            self.comm.ledger.spend(self.line, self.begin, end)
+            self.comm.ledger.ended(self.line, end)
             self.comm._tell(self.op, self.begin, waited_from, end, self.sent)
         return self.result
 

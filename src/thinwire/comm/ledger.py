@@ -33,7 +33,7 @@ class Total:
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        self.until = 0.0  # when the last of those that are waited for had ended
+        self.under_way, self.looked_at = 0, 0.0  # operations that were begun, and when one last began or ended
 
 
 class Ledger:
@@ -75,7 +75,7 @@ class Ledger:
         self, link: str, op: str, *, ranks: int, payload_bytes: int, wire_bytes: int, between_bytes: int,
         seconds: float = 0.0,
     ) -> Total:  # fmt: skip
-        """Add one operation; returns the line that it is in, for `spend`."""
+        """Add one operation; returns the line that it is in, for `began` and `ended`."""
         key = Key(self.current_purpose, link, op, ranks)
         with self._lock:
             total = self.totals.setdefault(key, Total())
@@ -86,11 +86,20 @@ class Ledger:
             total.seconds += seconds
             return total
 
-    def spend(self, line: Total, begin: float, end: float) -> None:
-        """Add time to an operation that was booked when it began; when several were under way it counts once."""
+    def began(self, line: Total, at: float) -> None:
+        """An operation of a line is under way from now on; time in which several are counts once."""
+        self._pass_time(line, at, 1)
+
+    def ended(self, line: Total, at: float) -> None:
+        """One of them is over."""
+        self._pass_time(line, at, -1)
+
+    def _pass_time(self, line: Total, at: float, change: int) -> None:
         with self._lock:
-            line.seconds += max(0.0, end - max(begin, line.until))
-            line.until = max(end, line.until)
+            if line.under_way:
+                line.seconds += max(0.0, at - line.looked_at)
+            line.looked_at = max(at, line.looked_at)
+            line.under_way += change
 
     @property
     def wire_bytes(self) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from thinwire.codecs.features import Wire
 from thinwire.comm.base import Comm
 from thinwire.data import Batch, mix
+from thinwire.errors import RunError
 from thinwire.mail import Copies, Inbox, Outbox
 from thinwire.reducers.base import Reducer
 from thinwire.reducers.mean import mean
@@ -213,8 +214,11 @@ class LocalParallel(Staged):
 
     def exits(self) -> list[nn.Module]:
         """The blocks up to each head, with that head. Collective."""
-        parts = self.gathered(heads=True) if self.begun else []
-        stages = [filled(stage, tensors) for stage, tensors in zip(self.stages if parts else [], parts, strict=True)]
+        if not self.begun:
+            raise RunError(
+                "exits: there are no blocks before the first step; trainer.begin(inputs) cuts the model, too"
+            )
+        stages = [filled(stage, tensors) for stage, tensors in zip(self.stages, self.gathered(heads=True), strict=True)]
         return [
             nn.Sequential(*(early.get_submodule("block") for early in stages[: k + 1]), stage.get_submodule("head"))
             for k, stage in enumerate(stages)

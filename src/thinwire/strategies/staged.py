@@ -25,7 +25,7 @@ from thinwire.surgery.hollow import filled, hollow, tensors_of
 Cut = Literal["flops", "time", "parameters"] | list[str]
 EXAMPLE_SAMPLES = 2
 PARCEL_MB = 25.0
-UNEQUAL = 2.0  # times its equal share: a block that makes the others wait
+UNEQUAL = 4.0  # times what the others have on average: a block that makes them wait
 
 
 class Stage(nn.Module):
@@ -123,14 +123,15 @@ class Staged(Strategy):
             by_stage = torch.stack(self.column.gather(torch.tensor(own, dtype=torch.float64))) / len(self.example)
         self.flops_per_sample, self.backprop_flops_per_sample = by_stage.sum(0).tolist()
         self.shares = (by_stage[:, 0] / max(1.0, self.flops_per_sample)).tolist()
-        dearest = max(self.shares)
-        if dearest > UNEQUAL / self.num_blocks and self.num_blocks > 1 and self.comm.rank == 0:
+        dearest, others = max(self.shares), max(1, self.num_blocks - 1)
+        unequal = self.num_blocks > 1 and dearest > UNEQUAL * (1 - dearest) / others
+        if unequal and self.cut != "time" and self.comm.rank == 0:
             number = self.shares.index(dearest)
             first = self.units[self.starts[number]].name
             say_once(
                 f"{self.name}: block {number + 1} of {self.num_blocks}, from layer {first} on, has "
-                f"{100 * dearest:.0f} % of the operations, and the other ranks will wait for it; "
-                "try fewer blocks or another cut"
+                f"{100 * dearest:.0f} % of the operations, its head's included, and the other ranks will wait for it; "
+                "try fewer blocks, another cut or another head"
             )
 
     def _take_apart(self, stages: list[Stage]) -> None:
@@ -257,9 +258,8 @@ def _num_blocks(name: str, cut: Sequence[str], blocks: int | None, units: Sequen
         fewer = (
             f"{' or '.join(str(k - 1) for k in possible)} cuts" if cut else f"blocks={' or '.join(map(str, possible))}"
         )
-        raise UsageError(
-            f"{name}: {comm.size} ranks cannot share {asked} blocks equally; try {fewer}, or {2 * asked} ranks"
-        )
+        ranks, enough = f"{comm.size} rank{'s' if comm.size > 1 else ''}", -(-comm.size // asked) * asked
+        raise UsageError(f"{name}: {ranks} cannot share {asked} blocks equally; try {fewer}, or {enough} ranks")
     return asked
 
 

@@ -90,7 +90,7 @@ def _traced_units(model: nn.Module, at: Sequence[str]) -> list[Unit]:
     for node in calls[1:]:
         crossing, is_asked_for = _crossing(graph, node), str(node.target) in at
         if is_asked_for and len(crossing) != 1:
-            raise UsageError(_skips(node, crossing))
+            raise UsageError(_skips(node, crossing, [n for n in calls[1:] if len(_crossing(graph, n)) == 1]))
         if len(crossing) == 1 and (is_asked_for or _has_matrix(model.get_submodule(str(node.target)))):
             cuts[node] = crossing[0]
     parts: list[list[fx.Node]] = [[]]
@@ -147,14 +147,24 @@ def _crossing(graph: fx.Graph, at: fx.Node) -> list[fx.Node]:
     ]
 
 
-def _skips(node: fx.Node, crossing: Sequence[fx.Node]) -> str:
+def _skips(node: fx.Node, crossing: Sequence[fx.Node], possible: Sequence[fx.Node]) -> str:
     order = {n: i for i, n in enumerate(node.graph.nodes)}
     behind = {n: next(u for u in n.users if order[u] >= order[node]) for n in crossing}
-    what = ", ".join(f"{n.target} (for {u.target})" for n, u in behind.items())
+    what = ", ".join(f"{_called(n)} (for {_called(u)})" for n, u in behind.items())
     return (
         f"the model cannot be cut at {node.target}: {len(crossing)} tensors cross there, {what}; a block passes on "
-        "one. Cut where no skip connection is open, as at the beginning of a residual block"
+        f"one. Cut where no skip connection is open, as at the beginning of a residual block; "
+        f"possible: {_some([_called(n) for n in possible])}"
     )
+
+
+def _called(node: fx.Node) -> str:
+    """A layer by its name in the model, a function by its own."""
+    return str(node.target) if node.op in ("call_module", "placeholder") else node.name
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
 
 
 def resolved(at: Sequence[str], possible: Sequence[str]) -> list[str]:
@@ -163,8 +173,12 @@ def resolved(at: Sequence[str], possible: Sequence[str]) -> list[str]:
     for name in at:
         layer = next((p for p in possible if p == name or p.startswith(f"{name}.")), None)
         if layer is None:
-            some = ", ".join(possible[:12]) + (", …" if len(possible) > 12 else "")
-            raise UsageError(f"no block but the first can begin with layer {name!r}; possible: {some}")
+            whole = next(
+                (f", which is inside {p}, and that is run as a whole" for p in possible if name.startswith(f"{p}.")), ""
+            )
+            raise UsageError(
+                f"no block but the first can begin with layer {name!r}{whole}; possible: {_some(possible)}"
+            )
         found.append(layer)
     return found
 

@@ -58,7 +58,7 @@ def _counted(twin: nn.Module, x: Tensor, input_gradient: bool, weights: bool) ->
 
 def _without_numbers(module: nn.Module) -> nn.Module:
     """A copy on the meta device, for which no weight is copied."""
-    shapes: dict[int, Any] = {id(b): b.detach().to("meta") for b in module.buffers()}
+    shapes: dict[int, Any] = {id(b): b.detach().to("meta").requires_grad_(b.requires_grad) for b in module.buffers()}
     shapes |= {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
     return copy.deepcopy(module, shapes).to("meta")
 

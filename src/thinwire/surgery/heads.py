@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Annotated, NamedTuple
 
@@ -199,6 +200,10 @@ def own(
     made = registry.imported(module, name, f"head '{function}'")
 
     def fit(joint: Joint) -> nn.Module:
+        try:
+            inspect.signature(made).bind(joint.z, joint.out)
+        except TypeError as error:
+            raise UsageError(f"head '{function}' must be a function of (z, output): {error}") from None
         head = made(joint.z, joint.out)
         if not isinstance(head, nn.Module):
             raise UsageError(f"head '{function}' returned {type(head).__name__}; expected an nn.Module")
