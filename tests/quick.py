@@ -190,6 +190,8 @@ def fork_instead(path: str, args: Sequence[Any], descriptors: Sequence[int]) -> 
         for one, next_one in zip(keep, [*keep[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
             os.closerange(one + 1, next_one)
         exec(args[-1], {"__name__": "__main__"})
+    except SystemExit:
+        pass
     except BaseException:
         traceback.print_exc()
         os._exit(1)
