@@ -1,4 +1,4 @@
-"""Which samples a rank reads, in which order. Pure functions of (seed, epoch), so resuming needs no state."""
+"""Which samples a rank reads, in which order: a pure function of (seed, epoch, batch), so a position is all to save."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ class Loader:
     Epoch e shuffles all samples with (seed, e), the same on every rank. A step takes the next count·batch_size
     of them, and each shard its share. The last, smaller batch is cut so that every shard gets the same number
     of samples, and left out if that would be a single one (BatchNorm needs two).
+
+    `epoch` is the number of epochs that are over, `batch` the number of batches given out in the present one.
     """
 
     def __init__(
@@ -42,6 +44,8 @@ class Loader:
         self.seed = seed
         self.num_workers = num_workers
         self.epoch = 0
+        self.batch = 0
+        self._begun = False  # iterating now would leave the present epoch for the next one
         self.num_samples = len(dataset)  # type: ignore[arg-type]
         if self.num_samples < shard.count:
             raise UsageError(
@@ -55,12 +59,45 @@ class Loader:
         return full + (tail > 0)
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, self.epoch = self.epoch, self.epoch + 1
-        return self.batches(epoch)
+        """The next epoch; after `load_state_dict`, what is left of the one that was saved."""
+        if self._begun:
+            self.end_epoch(self.epoch)
+        self._begun = True
+        return self._counted(self.epoch)
+
+    def _counted(self, epoch: int) -> Iterator[Any]:
+        for number, batch in enumerate(self.batches(epoch, self.batch), self.batch + 1):
+            if self.epoch == epoch:
+                self.batch = number
+            yield batch
+        self.end_epoch(epoch)
+
+    def end_epoch(self, epoch: int) -> None:
+        """Leave an epoch for the next one, whatever is left of it; does nothing if that has happened."""
+        if self.epoch == epoch:
+            self.epoch, self.batch, self._begun = epoch + 1, 0, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data: save it with the trainer's state."""
+        return {**self._identity(), "epoch": self.epoch, "batch": self.batch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the batch that was given out last; refused if the state is of other data."""
+        for what, here in self._identity().items():
+            if state.get(what) != here:
+                raise UsageError(
+                    f"the loader's state has {what} {state.get(what)}, this loader has {here}; make it as it was made"
+                )
+        self.epoch, self.batch, self._begun = state["epoch"], state["batch"], False
+
+    def _identity(self) -> dict[str, Any]:
+        shard = f"{self.shard.index} of {self.shard.count}"
+        return {"samples": self.num_samples, "batch_size": self.batch_size, "seed": self.seed, "shard": shard}
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """The batches of an epoch, from batch `start` on."""
-        return fetch(self.dataset, self.indices(epoch)[start:], self.num_workers)
+        seed = mix(self.seed, epoch, self.shard.index)
+        return fetch(self.dataset, self.indices(epoch)[start:], self.num_workers, seed)
 
     def indices(self, epoch: int) -> list[Tensor]:
         """The sample numbers of each batch of an epoch."""
@@ -80,7 +117,8 @@ class Loader:
 def loader(dataset: Dataset[Any], shard: Shard, batch_size: int, *, seed: int = 0, num_workers: int = 0) -> Loader:
     """The batches that a rank should train on; iterate once per epoch.
 
-    `batch_size` is per rank. Any map-style dataset will do; a TensorDataset is indexed whole batches at a time.
+    `batch_size` is per rank. Any map-style dataset will do; a TensorDataset is indexed whole batches at a time. Its
+    `state_dict` is the position in the data.
 
     >>> import torch
     >>> data = torch.utils.data.TensorDataset(torch.arange(10.0), torch.arange(10))
@@ -90,12 +128,16 @@ def loader(dataset: Dataset[Any], shard: Shard, batch_size: int, *, seed: int = 
     return Loader(dataset, shard, batch_size, seed=seed, num_workers=num_workers)
 
 
-def fetch(dataset: Dataset[Any], batches: Sequence[Tensor], num_workers: int = 0) -> Iterator[Any]:
-    """The samples with the given numbers, batch by batch; from a TensorDataset, whole batches at a time."""
+def fetch(dataset: Dataset[Any], batches: Sequence[Tensor], num_workers: int = 0, seed: int = 0) -> Iterator[Any]:
+    """The samples with the given numbers, batch by batch; from a TensorDataset, whole batches at a time.
+
+    `seed` is that of worker processes. Without one, torch would draw it from the random numbers of the training.
+    """
     if isinstance(dataset, TensorDataset):
         return (dataset[numbers] for numbers in batches)
     order = [numbers.tolist() for numbers in batches]
-    return iter(DataLoader(dataset, batch_sampler=order, num_workers=num_workers))
+    generator = torch.Generator().manual_seed(seed)
+    return iter(DataLoader(dataset, batch_sampler=order, num_workers=num_workers, generator=generator))
 
 
 def mix(*numbers: int) -> int:

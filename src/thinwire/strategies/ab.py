@@ -88,7 +88,7 @@ class AB(Strategy):
         self.num_epoch_steps = 0  # done of this epoch
         self.ranks: dict[str, int] = {}  # that layers got when they were last factored; full ones are not in it
         self.kept: dict[str, State] = {}  # moments at the end of the phase before
-        self.learner = Learner(model, recipe)
+        self.learner = Learner(model, recipe, renewed_by="ab")
         self.exchange: Exchange = exchange(model, reducer, comm)
 
     def begin_epoch(self, num_steps: int | None) -> None:

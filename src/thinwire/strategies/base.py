@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -85,12 +86,17 @@ class Strategy(Protocol):
 
 
 class Learner:
-    """A model with its optimizer: forward, backward, update."""
+    """A model with its optimizer: forward, backward, update.
 
-    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+    `renewed_by` names the strategy that makes new optimizers in mid-run. It then cannot keep what others set in one.
+    """
+
+    def __init__(self, model: nn.Module, recipe: Recipe, renewed_by: str = "") -> None:
         self.model = model
         self.recipe = recipe
+        self.renewed_by = renewed_by
         self.num_steps = 0
+        self.made_lrs: list[float] = []  # that the optimizer's groups were made with
         self.renew()
         self.loss = torch.zeros(())  # of the last step
         self._recent: list[Tensor] = []  # loss and norm of the gradient of steps not yet looked at
@@ -100,20 +106,40 @@ class Learner:
         trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if not trainable:
             raise UsageError("the model has no parameter to train; set requires_grad on at least one")
+        self._refuse_lost_lr()
         self.optimizer = self.recipe.optimizer(list(trainable.values()))
-        self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
+        self.made_lrs = [group["lr"] for group in self.optimizer.param_groups]
+        if self.renewed_by and has_scheduler(self.optimizer):
+            raise UsageError(
+                f"{self.renewed_by}: the optimizer factory makes a learning-rate scheduler, but this strategy makes a "
+                "new optimizer in mid-run, where the scheduler would begin anew; give prepare a schedule instead, as "
+                "schedule=lambda step: 0.99**step"
+            )
         for name, state in (states or {}).items():
             if state and name in trainable:
                 self.optimizer.state[trainable[name]] = state
 
+    def _refuse_lost_lr(self) -> None:
+        """Stop where a learning rate that somebody set would be lost with the optimizer that has it."""
+        now = [group["lr"] for group in self.optimizer.param_groups] if self.made_lrs else []
+        if self.renewed_by and now != self.made_lrs:
+            raise UsageError(
+                f"{self.renewed_by}: the optimizer's learning rate is {now[0]} now, but it was made with "
+                f"{self.made_lrs[0]}; {self.renewed_by} makes a new optimizer, which would forget that. Give prepare a "
+                "schedule instead, as schedule=lambda step: 0.99**step"
+            )
+
     def let_go(self) -> None:
         """Hold no model and remember nothing of one, until another is set and `renew` is called."""
+        self._refuse_lost_lr()
+        self.made_lrs = []
         self.model = nn.Module()
         self.optimizer.state.clear()
         self.optimizer.param_groups.clear()
 
     def backward(self, batch: Batch, exchange: Exchange, exchanging: bool = True) -> Tensor:
         """Gradients of the mean loss over the batch, in `accumulate` pieces, exchanged or not; returns that loss."""
+        self.drop_gradients()
         device = next(self.model.parameters()).device
         inputs, targets = (t.to(device, non_blocking=True) for t in batch)
         pieces = list(zip(self.pieces(inputs), self.pieces(targets), strict=True))
@@ -133,8 +159,12 @@ class Learner:
         self.loss = torch.stack(losses).sum()
         return self.loss
 
+    def drop_gradients(self) -> None:
+        """Begin a step with no gradient, also where another backward pass left some: a GAN's, say."""
+        self.model.zero_grad()
+
     def update(self, ease: float = 1.0, over_all: Callable[[Tensor], Tensor] = lambda norm: norm) -> None:
-        """Check, clip, set the learning rate, step. `ease` 1 is the schedule's learning rate, 0 almost none.
+        """Check, clip, scale the learning rate, step. `ease` 1 is the schedule's learning rate, 0 almost none.
 
         `over_all` makes the norm of the whole model's gradient from that of the part that is here.
         """
@@ -143,12 +173,20 @@ class Learner:
         if self.recipe.clip_norm is not None:
             nn.utils.clip_grads_with_norm_(parameters, self.recipe.clip_norm, norm)
         self._check(norm)
-        factor = self.recipe.schedule(self.num_steps)
-        for group, lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
-            group["lr"] = ease * lr * factor + (1 - ease) * min(lr * factor, SLOW_LR)
-        self.optimizer.step()
+        with self._scaled_lr(self.recipe.schedule(self.num_steps), ease):
+            self.optimizer.step()
         self.optimizer.zero_grad()
         self.num_steps += 1
+
+    @contextmanager
+    def _scaled_lr(self, factor: float, ease: float) -> Iterator[None]:
+        """Inside, learning rates are scaled; afterwards they are again what torch's scheduler or the user set."""
+        found = [(group, group["lr"]) for group in self.optimizer.param_groups]
+        for group, lr in found:
+            group["lr"] = ease * lr * factor + (1 - ease) * min(lr * factor, SLOW_LR)
+        yield
+        for group, lr in found:
+            group["lr"] = lr
 
     def _check(self, norm: Tensor) -> None:
         """Stop on a gradient that is not finite: at once, but a GPU is looked at only now and then."""
@@ -177,6 +215,11 @@ class Learner:
     def pieces(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """A batch in as many parts as it is computed in."""
         return tensor.tensor_split(max(1, min(self.recipe.accumulate, len(tensor) // 2)))  # BatchNorm needs two
+
+
+def has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether one of torch's schedulers was made for an optimizer: it notes the learning rate that it begins with."""
+    return any("initial_lr" in group for group in optimizer.param_groups)
 
 
 def not_finite(step: int, loss: float | None) -> RunError:
@@ -239,9 +282,9 @@ def prepare(
 ) -> Strategy:
     """A trainer for your model: the strategy that a spec names, ready to `step`.
 
-    `optimizer` is a factory because some strategies make parameters in mid-run. `schedule` maps a step to a
-    factor of the learning rate. `epochs` is how many there will be, for strategies that have phases. All ranks start
-    from rank 0's weights.
+    `optimizer` is a factory because some strategies make parameters in mid-run. `schedule` maps a step to a factor of
+    the learning rate that the optimizer has; torch's schedulers may set that too. `epochs` is how many there will be,
+    for strategies that have phases. All ranks start from rank 0's weights.
 
     >>> import thinwire as tw, torch
     >>> with tw.join() as comm:
@@ -259,7 +302,22 @@ def prepare(
         raise UsageError(f"loss={loss!r}; give a function of (output, targets), as torch.nn.functional.cross_entropy")
     if accumulate < 1:
         raise UsageError(f"accumulate={accumulate}; possible: 1 or more")
+    _check_schedule(schedule)
     refuse_emptied(model)
     recipe = Recipe(loss, optimizer, schedule, clip_norm, accumulate, autocast, epochs)
     strategy: Strategy = registry.build("strategies", spec, model, recipe, comm)
     return strategy
+
+
+def _check_schedule(schedule: Callable[[int], float]) -> None:
+    """Refuse what is no function from steps to factors: before the first step."""
+    try:
+        wrong = None if math.isfinite(schedule(0)) else f"schedule(0) is {schedule(0)}"
+    except Exception as error:
+        wrong = f"schedule(0) fails ({type(error).__name__}: {error})"
+    if wrong:
+        raise UsageError(
+            f"schedule={schedule!r}, but {wrong}; give a function from a step to a factor of the learning rate, as "
+            "lambda step: 0.99**step. To use one of torch's schedulers, make it in the optimizer factory, for the "
+            "optimizer that the factory returns, and call its step() after the trainer's"
+        )

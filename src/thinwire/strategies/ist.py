@@ -100,7 +100,7 @@ class IST(Strategy):
             self.homes.parts[name] /= factor  # the whole network is the one that was given
         with comm.ledger.purpose("start"):
             self.model = self._narrow(self.homes.deal(self.hands))
-        self.learner = Learner(self.model, recipe)
+        self.learner = Learner(self.model, recipe, renewed_by="ist")
         self.exchange = Alone(self.model)
 
     # ---- training

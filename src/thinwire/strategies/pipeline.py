@@ -17,7 +17,7 @@ from thinwire.progress import say_once
 from thinwire.reducers.base import Reducer
 from thinwire.reducers.mean import mean
 from thinwire.strategies.base import Recipe
-from thinwire.strategies.staged import Cut, Staged
+from thinwire.strategies.staged import Cut, Staged, fingerprint
 from thinwire.surgery.costs import shown
 
 
@@ -79,7 +79,15 @@ class Pipeline(Staged):
         whole = count == parts and (self.schedule == "gpipe" or count >= self.num_blocks)
         if not whole and self.learner.num_steps == 0:  # an epoch's last batch may well be smaller
             self._tell(len(inputs), count)
+        self.learner.drop_gradients()
+        own_print = torch.tensor([fingerprint(batch[1])])
+        going = None if self.is_last else self.column.start_send(own_print, self.number + 1)
+        coming = None if self.is_first else self.column.start_recv(own_print, self.number - 1)
         self.learner.loss = self.pipe.step(inputs, targets, count)
+        if coming is not None:
+            self.check_batch(int(coming.wait()), int(own_print))
+        if going is not None:
+            going.wait()
         self.exchange.finish()
         self.learner.update(over_all=self._norm_of_the_whole)
         return self.learner.loss
