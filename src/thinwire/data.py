@@ -23,6 +23,16 @@ class Shard:
     count: int
 
 
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Inputs and targets on a device; anything but two tensors is refused."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2 or not all(isinstance(t, Tensor) for t in batch):
+        parts = [type(part).__name__ for part in batch] if isinstance(batch, tuple | list) else []
+        what = f"{type(batch).__name__}" + (f" of {', '.join(parts)}" if parts else "")
+        raise UsageError(f"a batch that is a {what}; give (inputs, targets), two tensors: trainer.step((x, y))")
+    inputs, targets = batch
+    return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+
+
 class Loader:
     """The batches of one rank, epoch after epoch.
 

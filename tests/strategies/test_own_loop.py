@@ -274,3 +274,43 @@ def test_stages_that_read_different_batches_are_stopped_in_the_first_step(world:
     assert "DistributedSampler(data, num_replicas=trainer.shard.count, rank=trainer.shard.index)" in told
     for told, done in world(with_a_distributed_sampler, 2, spec, True):
         assert (told, done) == ("", 13)
+
+
+# ---- parameters and batches that are not what they should be
+
+
+@pytest.mark.parametrize("spec", STRATEGIES)
+def test_an_optimizer_of_other_parameters_is_refused(process_world: ProcessWorlds, spec: str) -> None:
+    """A factory that takes parameters from elsewhere would train what nobody uses."""
+    for told in run_of(spec, process_world)(with_other_parameters, 2, spec):
+        assert "lambda parameters: torch.optim.SGD(parameters, 0.1)" in told
+
+
+def with_other_parameters(comm: Comm, spec: str) -> str:
+    elsewhere = copy.deepcopy(MODELS[0])
+    try:
+        strategy = tw.prepare(
+            spec, model=copy.deepcopy(MODELS[0]), optimizer=lambda parameters: sgd(elsewhere.parameters()), comm=comm,
+            loss=nn.functional.cross_entropy, epochs=8,
+        )  # fmt: skip
+        steps(strategy, batches(1, 24))
+    except tw.UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("spec", [s for s in STRATEGIES if s != "pipeline"])
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"x": torch.zeros(4, 6), "y": torch.zeros(4)},
+        (torch.zeros(4, 6),),
+        (torch.zeros(4, 6), torch.zeros(4), torch.zeros(4)),
+        (torch.zeros(4, 6), [0, 1, 2, 0]),
+        torch.zeros(2, 6),
+    ],
+    ids=["dict", "one", "three", "list", "tensor"],
+)
+def test_a_batch_is_inputs_and_targets(spec: str, batch: Any) -> None:
+    with pytest.raises(tw.UsageError, match=r"a batch .* give \(inputs, targets\)"), tw.join() as comm:
+        trainer(comm, spec).step(batch)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from thinwire import registry
 from thinwire.averaging import kept_buffers
 from thinwire.comm.base import Comm, in_one_go
-from thinwire.data import Batch, Shard
+from thinwire.data import Batch, Shard, to_device
 from thinwire.errors import RunError, UsageError
 from thinwire.optim import OptimizerFactory
 from thinwire.overlap import Exchange, no_gradient
@@ -109,6 +109,12 @@ class Learner:
         self._refuse_lost_lr()
         self.optimizer = self.recipe.optimizer(list(trainable.values()))
         self.made_lrs = [group["lr"] for group in self.optimizer.param_groups]
+        own = {id(p) for p in self.model.parameters()}
+        if any(id(p) not in own for group in self.optimizer.param_groups for p in group["params"]):
+            raise UsageError(
+                "the optimizer factory made an optimizer of other parameters than it was given, and those would not be "
+                "trained; use its argument: lambda parameters: torch.optim.SGD(parameters, 0.1)"
+            )
         if self.renewed_by and has_scheduler(self.optimizer):
             raise UsageError(
                 f"{self.renewed_by}: the optimizer factory makes a learning-rate scheduler, but this strategy makes a "
@@ -141,7 +147,7 @@ class Learner:
         """Gradients of the mean loss over the batch, in `accumulate` pieces, exchanged or not; returns that loss."""
         self.drop_gradients()
         device = next(self.model.parameters()).device
-        inputs, targets = (t.to(device, non_blocking=True) for t in batch)
+        inputs, targets = to_device(batch, device)
         pieces = list(zip(self.pieces(inputs), self.pieces(targets), strict=True))
         losses = []
         try:

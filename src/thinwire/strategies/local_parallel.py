@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from thinwire.codecs.features import Wire
 from thinwire.comm.base import Comm
-from thinwire.data import Batch, mix
+from thinwire.data import Batch, mix, to_device
 from thinwire.errors import RunError
 from thinwire.mail import Copies, Inbox, Outbox
 from thinwire.reducers.base import Reducer
@@ -98,14 +98,14 @@ class LocalParallel(Staged):
     # ---- training
 
     def step(self, batch: Batch) -> Tensor:
+        inputs, targets = to_device(batch, self.device)
         if not self.begun:
-            self.begin(batch[0])
+            self.begin(inputs)
         self.steps_left = max(0, self.steps_left - 1)
         if self.copies is not None:
             self.copies.refresh(self.learner.num_steps)
         self.gradients_out.flush()
         self.learner.drop_gradients()
-        inputs, targets = (t.to(self.device, non_blocking=True) for t in batch)
         pieces = list(zip(self.learner.pieces(inputs), self.learner.pieces(targets), strict=True))
         prints = [fingerprint(y) for y in self.learner.pieces(batch[1])]
         arriving = self._passing(self.number + 1)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from thinwire.comm.base import Comm
 from thinwire.comm.pipelining import Kind, Pipe
 from thinwire.comm.process import ProcessComm
-from thinwire.data import Batch
+from thinwire.data import Batch, to_device
 from thinwire.errors import UsageError
 from thinwire.progress import say_once
 from thinwire.reducers.base import Reducer
@@ -71,9 +71,9 @@ class Pipeline(Staged):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.autocast)
 
     def step(self, batch: Batch) -> Tensor:
+        inputs, targets = to_device(batch, self.device)
         if not self.begun:
-            self.begin(batch[0])
-        inputs, targets = (t.to(self.device, non_blocking=True) for t in batch)
+            self.begin(inputs)
         parts = max(self.microbatches, self.recipe.accumulate)
         count = max(m for m in range(1, parts + 1) if len(inputs) % m == 0 and (len(inputs) >= 2 * m or m == 1))
         whole = count == parts and (self.schedule == "gpipe" or count >= self.num_blocks)
