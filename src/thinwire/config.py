@@ -47,7 +47,11 @@ class RunConfig(BaseModel):
     ] = None
     batch_size: Annotated[
         PositiveInt | None,
-        option(HOW, "Samples per rank and step; in blocks, per replica. Default: the task's."),
+        option(
+            HOW,
+            "Samples per rank and step: every strategy takes this times the number of ranks in each update. "
+            "Default: the task's.",
+        ),
     ] = None
     lr: Annotated[PositiveFloat | None, option(HOW, "Learning rate. Default: the task's.")] = None
     optimizer: Annotated[str | None, option(HOW, "A name from 'thinwire list optimizers'. Default: the task's.")] = None

@@ -26,26 +26,35 @@ class Shard:
 class Loader:
     """The batches of one rank, epoch after epoch.
 
-    Epoch e shuffles all samples with (seed, e), the same on every rank. A step takes the next count·batch_size
-    of them, and each shard its share. The last, smaller batch is cut so that every shard gets the same number
-    of samples, and left out if that would be a single one (BatchNorm needs two).
+    Epoch e shuffles all samples with (seed, e), the same on every rank. A step takes the next ranks·batch_size
+    of them, and each shard its share; `ranks` is the number of shards unless several ranks read the same one. The
+    last, smaller batch is cut so that every rank gets the same number of samples, and left out if that would be a
+    single one (BatchNorm needs two). So the batches depend on the number of ranks, and not on that of shards.
     """
 
     def __init__(
-        self, dataset: Dataset[Any], shard: Shard, batch_size: int, *, seed: int = 0, num_workers: int = 0
+        self,
+        dataset: Dataset[Any],
+        shard: Shard,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        num_workers: int = 0,
+        ranks: int | None = None,
     ) -> None:
         if batch_size < 1:
             raise UsageError(f"batch_size={batch_size}; possible: 1 or more")
         self.dataset = dataset
         self.shard = shard
+        self.ranks = ranks or shard.count
         self.batch_size = batch_size
         self.seed = seed
         self.num_workers = num_workers
         self.epoch = 0
         self.num_samples = len(dataset)  # type: ignore[arg-type]
-        if self.num_samples < shard.count:
+        if self.num_samples < self.ranks:
             raise UsageError(
-                f"{self.num_samples} samples cannot be shared by {shard.count} ranks; "
+                f"{self.num_samples} samples cannot be shared by {self.ranks} ranks; "
                 f"use at most {self.num_samples} ranks or more data"
             )
 
@@ -67,13 +76,13 @@ class Loader:
         generator = torch.Generator().manual_seed(mix(self.seed, epoch))
         order = torch.randperm(self.num_samples, generator=generator)
         full, tail = self._sizes()
-        sizes = [self.batch_size * self.shard.count] * full + [tail * self.shard.count] * (tail > 0)
+        sizes = [self.batch_size * self.ranks] * full + [tail * self.ranks] * (tail > 0)
         return [part[self.shard.index :: self.shard.count] for part in order[: sum(sizes)].split(sizes)]
 
     def _sizes(self) -> tuple[int, int]:
-        """Full batches in an epoch, and samples per shard in the last, smaller one."""
-        full, rest = divmod(self.num_samples, self.batch_size * self.shard.count)
-        tail = rest // self.shard.count
+        """Full batches in an epoch, and samples per rank in the last, smaller one."""
+        full, rest = divmod(self.num_samples, self.batch_size * self.ranks)
+        tail = rest // self.ranks
         return full, 0 if tail == 1 and full else tail
 
 
