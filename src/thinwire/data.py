@@ -89,7 +89,8 @@ class Loader:
 def loader(dataset: Dataset[Any], shard: Shard, batch_size: int, *, seed: int = 0, num_workers: int = 0) -> Loader:
     """The batches that a rank should train on; iterate once per epoch.
 
-    `batch_size` is per rank. Any map-style dataset will do; a TensorDataset is indexed whole batches at a time.
+    `batch_size` is per shard: per rank, or, where several ranks read the same samples, for those together. Any
+    map-style dataset will do; a TensorDataset is indexed whole batches at a time.
 
     >>> import torch
     >>> data = torch.utils.data.TensorDataset(torch.arange(10.0), torch.arange(10))
