@@ -14,7 +14,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 LAYERS = [
     {"errors"},
     {"spec"},
-    {"registry", "config", "records", "data", "optim", "progress", "netlab", "results", "tables"},
+    {"registry", "config", "records", "data", "optim", "progress", "netlab", "results", "tables", "baseline"},
     {"comm", "kernels"},
     {"network", "meters", "codecs"},
     {"reducers", "surgery"},
@@ -28,6 +28,7 @@ LAYERS = [
     {"__main__", "__init__"},
 ]
 NO_TORCH = {
+    "baseline",
     "tables",
     "results",
     "report/page",

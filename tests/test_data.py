@@ -41,6 +41,16 @@ def test_n_shards_together_are_the_batch_of_one() -> None:
         assert sorted(batch.tolist()) == sorted(torch.cat([part[i] for part in parts]).tolist())
 
 
+@given(st.integers(12, 200), st.sampled_from([1, 2, 3, 4, 6]), st.integers(1, 9))
+def test_fewer_shards_than_ranks_take_the_same_samples_in_every_step(count: int, shards: int, batch_size: int) -> None:
+    ranks = [Loader(numbers(count), Shard(r, 12), batch_size).indices(0) for r in range(12)]
+    fewer = [Loader(numbers(count), Shard(s, shards), batch_size, ranks=12) for s in range(shards)]
+    assert [len(loader) for loader in fewer] == [len(ranks[0])] * shards
+    for together, apart in zip(zip(*ranks, strict=True), zip(*(f.indices(0) for f in fewer), strict=True), strict=True):
+        assert len({len(part) for part in apart}) == 1, "equal shares"
+        assert sorted(torch.cat(apart).tolist()) == sorted(torch.cat(together).tolist())
+
+
 def test_the_order_depends_on_seed_and_epoch_alone() -> None:
     def order(seed: int, epoch: int) -> list[int]:
         return torch.cat(Loader(numbers(50), Shard(0, 1), 5, seed=seed).indices(epoch)).tolist()

@@ -36,20 +36,29 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 class Loader:
     """The batches of one rank, epoch after epoch.
 
-    Epoch e shuffles all samples with (seed, e), the same on every rank. A step takes the next count·batch_size
-    of them, and each shard its share. The last, smaller batch is cut so that every shard gets the same number
-    of samples, and left out if that would be a single one (BatchNorm needs two).
+    Epoch e shuffles all samples with (seed, e), the same on every rank. A step takes the next ranks·batch_size
+    of them, and each shard its share; `ranks` is the number of shards unless several ranks read the same one. The
+    last, smaller batch is cut so that every rank gets the same number of samples, and left out if that would be a
+    single one (BatchNorm needs two). So the batches depend on the number of ranks, and not on that of shards.
 
     `epoch` is the number of epochs that are over, `batch` the number of batches given out in the present one.
     """
 
     def __init__(
-        self, dataset: Dataset[Any], shard: Shard, batch_size: int, *, seed: int = 0, num_workers: int = 0
+        self,
+        dataset: Dataset[Any],
+        shard: Shard,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        num_workers: int = 0,
+        ranks: int | None = None,
     ) -> None:
         if batch_size < 1:
             raise UsageError(f"batch_size={batch_size}; possible: 1 or more")
         self.dataset = dataset
         self.shard = shard
+        self.ranks = ranks or shard.count
         self.batch_size = batch_size
         self.seed = seed
         self.num_workers = num_workers
@@ -57,9 +66,9 @@ class Loader:
         self.batch = 0
         self._begun = False  # iterating now would leave the present epoch for the next one
         self.num_samples = len(dataset)  # type: ignore[arg-type]
-        if self.num_samples < shard.count:
+        if self.num_samples < self.ranks:
             raise UsageError(
-                f"{self.num_samples} samples cannot be shared by {shard.count} ranks; "
+                f"{self.num_samples} samples cannot be shared by {self.ranks} ranks; "
                 f"use at most {self.num_samples} ranks or more data"
             )
 
@@ -102,7 +111,13 @@ class Loader:
 
     def _identity(self) -> dict[str, Any]:
         shard = f"{self.shard.index} of {self.shard.count}"
-        return {"samples": self.num_samples, "batch_size": self.batch_size, "seed": self.seed, "shard": shard}
+        return {
+            "samples": self.num_samples,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "shard": shard,
+            "ranks": self.ranks,
+        }
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """The batches of an epoch, from batch `start` on."""
@@ -114,21 +129,22 @@ class Loader:
         generator = torch.Generator().manual_seed(mix(self.seed, epoch))
         order = torch.randperm(self.num_samples, generator=generator)
         full, tail = self._sizes()
-        sizes = [self.batch_size * self.shard.count] * full + [tail * self.shard.count] * (tail > 0)
+        sizes = [self.batch_size * self.ranks] * full + [tail * self.ranks] * (tail > 0)
         return [part[self.shard.index :: self.shard.count] for part in order[: sum(sizes)].split(sizes)]
 
     def _sizes(self) -> tuple[int, int]:
-        """Full batches in an epoch, and samples per shard in the last, smaller one."""
-        full, rest = divmod(self.num_samples, self.batch_size * self.shard.count)
-        tail = rest // self.shard.count
+        """Full batches in an epoch, and samples per rank in the last, smaller one."""
+        full, rest = divmod(self.num_samples, self.batch_size * self.ranks)
+        tail = rest // self.ranks
         return full, 0 if tail == 1 and full else tail
 
 
 def loader(dataset: Dataset[Any], shard: Shard, batch_size: int, *, seed: int = 0, num_workers: int = 0) -> Loader:
     """The batches that a rank should train on; iterate once per epoch.
 
-    `batch_size` is per rank. Any map-style dataset will do; a TensorDataset is indexed whole batches at a time. Its
-    `state_dict` is the position in the data.
+    `batch_size` is per shard: per rank, or, where several ranks read the same samples, for those together. Any
+    map-style dataset will do; a TensorDataset is indexed whole batches at a time. The loader's `state_dict` is the
+    position in the data.
 
     >>> import torch
     >>> data = torch.utils.data.TensorDataset(torch.arange(10.0), torch.arange(10))

@@ -94,7 +94,8 @@ class Run:
         self.num_parameters = count(model)
         self.strategy = self._strategy(model)
         self.batch_size = self._get("batch_size")
-        self.loader = Loader(self.task.train, self.strategy.shard, self.batch_size, seed=config.seed)
+        shard = self.strategy.shard
+        self.loader = Loader(self.task.train, shard, self.batch_size, seed=config.seed, ranks=comm.size)
         self.num_steps = self._get("epochs") * len(self.loader)
         seed_everything(mix(config.seed, comm.rank))  # dropout differs between ranks
         self.folder = RunFolder(Path(agree(comm, lambda: str(open_folder(config).path))))
@@ -102,6 +103,7 @@ class Run:
             **self.config.model_dump(mode="json", exclude=MAY_CHANGE),
             "samples": self.loader.num_samples,
             "weights": fingerprint(model),
+            **({"shards": shard.count} if shard.count < comm.size else {}),  # earlier versions took smaller batches
         }
         self.checkpoints = Checkpoints(self.folder.checkpoints, comm, identity, config.keep, self._warn)
         self.at = Position()
