@@ -14,7 +14,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 LAYERS = [
     {"errors"},
     {"spec"},
-    {"registry", "config", "records", "data", "optim", "progress", "netlab", "results", "tables"},
+    {"registry", "config", "records", "data", "optim", "progress", "netlab", "noise", "results", "verdicts", "tables"},
     {"comm", "kernels"},
     {"network", "meters", "codecs"},
     {"reducers", "surgery"},
@@ -30,6 +30,8 @@ LAYERS = [
 NO_TORCH = {
     "tables",
     "results",
+    "noise",
+    "verdicts",
     "report/page",
     "report/figures",
     "report/ranks",
