@@ -239,13 +239,11 @@ def test_bytes_that_cost_are_those_between_nodes_where_there_are_several(tmp_pat
     assert quiet["x"] < loud["x"]
     assert drawn(html)["curve-bytes"]["data"][1]["x"][-1] == 4_000_000
     title = drawn(html)["front-bytes"]["layout"]["xaxis"]["title"]["text"]
-    assert title == "bytes sent between nodes in training (log scale)"
+    assert title == "bytes between nodes (log scale)"
     assert "4.00 MB" in row(html, 2)
     assert "100 GB" in row(html, 5), "evaluation stands apart"
     one = page(compare(tmp_path / "one", ["loud"], (0,), nodes=1))
-    assert (
-        drawn(one)["curve-bytes"]["layout"]["xaxis"]["title"]["text"] == "bytes sent per rank in training (log scale)"
-    )
+    assert drawn(one)["curve-bytes"]["layout"]["xaxis"]["title"]["text"] == "bytes per rank (log scale)"
 
 
 def test_nothing_sent_has_a_place_on_a_log_axis(tmp_path: Path) -> None:
@@ -442,7 +440,7 @@ def test_one_rank_sends_nothing(tmp_path: Path) -> None:
 def test_runs_without_curves_ledger_or_timeline(tmp_path: Path) -> None:
     write_run(RunFolder(tmp_path), DENSE, 0)
     summary = json.loads((tmp_path / "summary.json").read_text())
-    bare = Record(0, tmp_path, summary, [], [], [])
+    bare = Record(0, tmp_path, summary, [], [])
     words = text(page(Results(tmp_path, [Entry(DENSE, [bare])], "thinwire train", target=90.0)))
     assert "No evaluation was recorded" in words
     assert "No timeline was recorded." in words
@@ -484,7 +482,7 @@ def test_computing_is_the_step_without_waiting(tmp_path: Path) -> None:
 
 def rank_map(*rows: dict[str, Any], seed: int = 0) -> Figure | None:
     """The figure of one run with these rows of metrics."""
-    return ranks(0, Entry(LOW, [Record(seed, Path("run"), {}, list(rows), [], [])]))
+    return ranks(0, Entry(LOW, [Record(seed, Path("run"), {}, list(rows), [])]))
 
 
 def test_ranks_are_shares_of_the_largest_from_the_first_layer_down() -> None:
@@ -542,8 +540,8 @@ def test_epochs_without_ranks_leave_a_hole_of_their_width() -> None:
 
 def test_ranks_are_of_the_first_finished_seed_that_has_some(tmp_path: Path) -> None:
     row = {"epoch": 1, "ranks": {"a": [4, 8]}}
-    records = [Record(0, tmp_path, None, [row], [], []), Record(1, tmp_path, {}, [{"epoch": 1}], [], []),
-               Record(2, tmp_path, {}, [row], [], []), Record(3, tmp_path, {}, [row], [], [])]  # fmt: skip
+    records = [Record(0, tmp_path, None, [row], []), Record(1, tmp_path, {}, [{"epoch": 1}], []),
+               Record(2, tmp_path, {}, [row], []), Record(3, tmp_path, {}, [row], [])]  # fmt: skip
     figure = ranks(6, Entry(LOW, records))
     assert figure is not None
     assert figure.name == "ranks-7"
@@ -622,6 +620,8 @@ DRAWN = """() => [...document.querySelectorAll(".plot")].map(plot => {
   const texts = [...plot.querySelectorAll("svg text")].filter(text => text.textContent.trim());
   return {id: plot.id, width: box.width, height: box.height, marks: big.length,
           buttons: [...plot.querySelectorAll(".modebar-btn")].map(button => button.dataset.title),
+          outside: texts.filter(text => { const b = text.getBoundingClientRect();
+            return b.width && (b.right > box.right + 1 || b.left < box.left - 1); }).map(text => text.textContent),
           right: box.right, colours: [...new Set(texts.map(text => getComputedStyle(text).fill))]};
 })"""
 
@@ -695,6 +695,7 @@ def check_look(view: Any, name: str, light: bool, figures: int | None) -> None:
         assert plot["width"] > 200, f"{name}: {plot}"
         assert plot["height"] > 80, f"{name}: {plot}"
         assert plot["right"] <= inner, f"{name}: {plot['id']} is cut off at {plot['right']} px"
+        assert plot["outside"] == [], f"{name}: {plot['id']} cuts words off"
         assert plot["buttons"] == ["Zoom", "Pan", "Reset axes", "Download plot as a PNG"], "none sends data away"
         assert plot["colours"], f"{name}: {plot['id']} has no text"
         assert all((brightness(c) < 110) == light for c in plot["colours"]), f"{name}: {plot['id']} {plot['colours']}"

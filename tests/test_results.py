@@ -27,7 +27,7 @@ from thinwire.verdicts import as_json
 
 def record(metric: str, *values: float) -> Record:
     rows = [{"train_seconds": 10.0 * i, f"test_{metric}": value} for i, value in enumerate(values, 1)]
-    return Record(0, Path(), None, rows, [], [])
+    return Record(0, Path(), None, rows, [])
 
 
 def test_the_time_to_a_target_is_the_first_time_it_is_reached() -> None:

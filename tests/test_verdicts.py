@@ -24,7 +24,7 @@ def entry(spec: str, values: list[float], seconds: list[float], **more: Any) -> 
     }  # fmt: skip
     pairs = enumerate(zip(values, seconds, strict=True))
     summaries = [common | {"value": value, "train_seconds": time} | more for _, (value, time) in pairs]
-    return Entry(spec, [Record(seed, Path(), summary, [], [], []) for seed, summary in enumerate(summaries)])
+    return Entry(spec, [Record(seed, Path(), summary, [], []) for seed, summary in enumerate(summaries)])
 
 
 def said(*entries: Entry) -> list[str]:
@@ -88,7 +88,7 @@ def test_without_a_baseline_the_first_strategy_is_it() -> None:
     one, other = (entry(name, [97.0, 97.1], [time, time * 1.02]) for name, time in (("diloco", 10), ("ist", 20)))
     assert said(one, other) == ["the baseline", "same accuracy within noise, 2.0 × slower than diloco"]
     assert said(one) == []
-    failed = Entry("daso", [Record(0, Path(), None, [], [], [], "no")])
+    failed = Entry("daso", [Record(0, Path(), None, [], [], "no")])
     assert said(one, failed) == []
 
 

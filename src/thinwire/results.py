@@ -41,7 +41,6 @@ class Record:
     folder: Path
     summary: dict[str, Any] | None
     metrics: list[dict[str, Any]]
-    ledger: list[dict[str, Any]]
     timeline: list[dict[str, Any]]
     error: str | None = None
 
@@ -168,8 +167,8 @@ def read_results(folder: Path) -> Results:
 def read_record(run: RunFolder, seed: int, error: str | None = None) -> Record:
     """One run as it stands."""
     summary = read_summary(run.summary) if run.summary.exists() else None
-    metrics, ledger, timeline = (read_rows(file) for file in (run.metrics, run.ledger, run.timeline))
-    return Record(seed, run.path, summary, metrics, ledger, timeline, None if summary else error)
+    metrics, timeline = (read_rows(file) for file in (run.metrics, run.timeline))
+    return Record(seed, run.path, summary, metrics, timeline, None if summary else error)
 
 
 def read_summary(path: Path) -> dict[str, Any]:

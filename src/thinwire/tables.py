@@ -57,9 +57,8 @@ def _added_up(ledgers: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 def _sent_line(summary: dict[str, Any]) -> str:
     sent, ranks = summary["wire_bytes_by_purpose"], summary["ranks"]
     total, training = bytes_of(sent), bytes_of(sent, TRAINING)
-    each = f", {size(total / ranks)} each on average" if ranks > 1 else ""
-    rows = "; the rows are of all ranks, times of the slowest" if ranks > 1 else ""
-    return f"sent {size(total)}{each}, {size(training)} of it in training{rows}"
+    words = f"sent {size(total)} by all ranks, {size(training)} of it in training"
+    return f"{words}; {size(total / ranks)} by a rank on average; times are of the slowest" if ranks > 1 else words
 
 
 def _factored_line(summary: dict[str, Any]) -> str:

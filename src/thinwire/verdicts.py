@@ -18,6 +18,8 @@ MOST_GROUPS = 3  # of strategies with the same work that a sentence names
 
 def baselines(results: Results) -> list[Entry]:
     """What the others are held against: data_parallel and one machine alone, where they are there and have finished."""
+    if len(results.entries) < 2:
+        return []
     return [entry for spec in BASELINES for entry in results.entries if entry.spec == spec and entry.finished]
 
 

@@ -142,7 +142,9 @@ def _cost(results: Results, over: str) -> _Cost:
         ("between nodes", "training_bytes_between") if results.shares_link else ("per rank", "training_bytes")
     )
     name = f"bytes sent {where} in training"
-    return _Cost(name, results.cost, column, f"for fewer {name}", lambda values: bytes_axis(values, name), size)
+    return _Cost(
+        name, results.cost, column, f"for fewer {name}", lambda values: bytes_axis(values, f"bytes {where}"), size
+    )
 
 
 def _epochs(entry: Entry, metric: str, column: str) -> list[list[dict[str, Any]]]:
