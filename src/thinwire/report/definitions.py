@@ -14,7 +14,7 @@ DEFINITIONS = {
     "Underlined": "The best of a column, and all that cannot be told apart from it: means no further apart than chance "
     "would bring them in 95 of 100 cases, with one deviation for all strategies (the median of theirs). Bytes do not "
     "vary by chance; with one seed nothing else is underlined.",
-    "Updates, samples": "Steps of the optimizer, and samples that all ranks together trained on.",
+    "Updates, samples": "Steps of the optimizer, and samples that went into the model.",
     "Waiting": "The share of training time in which computing stood still for the network, or for another rank.",
     "Samples per s": "Training samples of all ranks per second of training.",
     "Training time": "Time in training steps, without evaluation, checkpoints and starting up.",
