@@ -14,7 +14,8 @@ FILES = sorted(SOURCE.rglob("*.py"))
 LAYERS = [
     {"errors"},
     {"spec"},
-    {"registry", "config", "records", "data", "optim", "progress", "netlab", "results", "tables", "baseline"},
+    {"registry", "config", "records", "data", "optim", "progress", "netlab"},
+    {"noise", "results", "verdicts", "tables", "baseline"},
     {"comm", "kernels"},
     {"network", "meters", "codecs"},
     {"reducers", "surgery"},
@@ -31,6 +32,8 @@ NO_TORCH = {
     "baseline",
     "tables",
     "results",
+    "noise",
+    "verdicts",
     "report/page",
     "report/figures",
     "report/ranks",

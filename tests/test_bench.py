@@ -127,9 +127,11 @@ def test_the_table_and_the_news(twice: Path) -> None:
     out, err = (twice / "one.out").read_text(), (twice / "one.err").read_text()
     for spec in SPECS:
         assert re.search(rf"^ {re.escape(spec)} +\d+\.\d\d ± \d\.\d\d % ", out, re.M), out
-    narrow = ("accuracy", "training", "to 80", "sent/rank", "between", "waiting")
-    for heading in (*narrow, "best", "kernel", "samples/s", "memory"):
+    narrow = ("accuracy", "training", "× data_parallel", "to 80", "sent in training", "waiting")
+    for heading in (*narrow, "best", "sent in all", "kernel", "samples/s", "memory"):
         assert heading in out
+    assert re.search(r"^data_parallel\(parcel_mb=0.05\): same accuracy within noise, .* data_parallel", out, re.M), out
+    assert "sent: between nodes, by all ranks together" in out
     assert "link 200mbit, measured 1" in out
     assert "open one/report.html" in out
     assert "run 4 of 4: data_parallel(parcel_mb=0.05), seed 1" in err

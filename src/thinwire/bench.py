@@ -31,7 +31,6 @@ from thinwire.report import write_report
 from thinwire.results import (
     FORMAT,
     Results,
-    as_json,
     holds_comparison,
     read_comparison_file,
     read_results,
@@ -39,7 +38,8 @@ from thinwire.results import (
     run_place,
 )
 from thinwire.spec import parse
-from thinwire.tables import comparison_caption, comparison_table
+from thinwire.tables import comparison_lines, comparison_table
+from thinwire.verdicts import as_json
 
 WIDE = 200
 MAY_CHANGE = {"out", "resume", "target", "baseline", "data", "strict", "keep", "restarts"}  # when it is resumed
@@ -210,8 +210,9 @@ class Comparison:
             if not console.is_terminal:
                 console = Console(width=WIDE)  # a file has room for every figure
             console.print(comparison_table(results, console.width))
-            for line in filter(None, (comparison_caption(results), f"results in {self.folder}; open {page}")):
-                console.print(line, highlight=False, soft_wrap=True)
+            for line in comparison_lines(results):
+                console.print(line, highlight=False, markup=False)
+            console.print(f"results in {self.folder}; open {page}", highlight=False, markup=False, soft_wrap=True)
         if self.errors and not quiet:
             raise RunError(f"{len(self.errors)} of {len(self.jobs)} runs failed:\n{_list_errors(results)}")
         return results
