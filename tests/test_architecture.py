@@ -14,8 +14,8 @@ FILES = sorted(SOURCE.rglob("*.py"))
 LAYERS = [
     {"errors"},
     {"spec"},
-    {"registry", "config", "records", "data", "optim", "progress", "netlab"},
-    {"noise", "results", "verdicts", "tables", "baseline"},
+    {"registry", "config", "records", "data", "optim", "netlab"},
+    {"noise", "results", "verdicts", "tables", "baseline", "progress"},
     {"comm", "kernels"},
     {"network", "meters", "codecs"},
     {"reducers", "surgery"},
