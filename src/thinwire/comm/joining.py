@@ -22,12 +22,13 @@ import torch
 import torch.distributed as dist
 
 from thinwire.comm.ledger import Ledger
-from thinwire.comm.process import ProcessComm
+from thinwire.comm.process import ProcessComm, new_pair, timeout_of
 from thinwire.comm.world import World, find_world, host_id
 from thinwire.errors import RunError, UsageError
 
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 JOIN_SECONDS = 300
+LONGEST_SECONDS = 31_536_000  # a year
 WAIT_QUIETLY_SECONDS = 10
 LOOPBACK = ("127.0.0.1", "localhost")
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, address="127.0.0.1", port=0, launcher="none")
@@ -40,13 +41,16 @@ def join(
 ) -> Iterator[ProcessComm]:
     """Join the world that torchrun, srun, mpirun or `thinwire train` made; alone, be a world of one.
 
-    A process group that exists already is used as it is and left standing.
+    Whoever waits longer than `timeout_seconds` for another rank takes it for lost. A process group that exists already
+    is used as it is, with its own timeout, and left standing.
 
     >>> import thinwire, torch
     >>> with thinwire.join() as comm:
     ...     comm.size, comm.mean(torch.ones(2)).tolist()
     (1, [1.0, 1.0])
     """
+    if not 0 < timeout_seconds <= LONGEST_SECONDS:
+        raise UsageError(f"join: timeout_seconds={timeout_seconds}; possible: more than 0, up to {LONGEST_SECONDS}")
     world = find_world() or ALONE
     chosen = pick_device(world) if device is None else torch.device(device)
     if dist.is_initialized():
@@ -90,18 +94,17 @@ def _state(stat: Path) -> str:
 def _world_comm(device: torch.device) -> ProcessComm:
     group = dist.group.WORLD
     assert group is not None
-    groups = (group, dist.new_group(backend=dist.get_backend()))
+    groups = (group, dist.new_group(timeout=timeout_of(group), backend=dist.get_backend()))
     return ProcessComm(groups, "world", Ledger(), device, _nodes(device))
 
 
 def beside(group: dist.ProcessGroup, device: torch.device) -> ProcessComm:
-    """A comm of its own for all ranks, beside a group that somebody else is using. Collective."""
+    """A comm of its own for all ranks, beside a group that somebody else is using, as patient as it is. Collective."""
     if group.size() != dist.get_world_size():
         raise UsageError(f"a process group of {group.size()} of {dist.get_world_size()} ranks; possible: all ranks")
     on_gpu = device.type == "cuda" and "nccl" in str(dist.get_backend_config(group))
     backend = "nccl" if on_gpu else "gloo"
-    groups = (dist.new_group(backend=backend), dist.new_group(backend=backend))
-    comm = ProcessComm(groups, "world", Ledger(), device, _nodes(device))
+    comm = ProcessComm(new_pair(None, backend, timeout_of(group)), "world", Ledger(), device, _nodes(device))
     atexit.register(comm.close)
     return comm
 
