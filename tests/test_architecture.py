@@ -48,7 +48,7 @@ NO_TORCH = {
     "comm/ledger",
     "comm/world",
 }
-MAY_USE_DISTRIBUTED = {"comm/process", "comm/pipelining", "comm/joining", "launch", "rendezvous"}
+MAY_USE_DISTRIBUTED = {"comm/process", "comm/pipelining", "comm/joining", "comm/meeting", "launch", "rendezvous"}
 
 
 def name(path: Path) -> str:
