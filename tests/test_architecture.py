@@ -14,7 +14,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 LAYERS = [
     {"errors"},
     {"spec"},
-    {"registry", "config", "records", "data", "optim", "progress", "netlab", "results", "tables"},
+    {"registry", "config", "records", "data", "optim", "progress", "dtypes", "netlab", "results", "tables"},
     {"comm", "kernels"},
     {"network", "meters", "codecs"},
     {"reducers", "surgery"},
