@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 from torch import Tensor, nn
 
@@ -24,27 +26,29 @@ def as_reals(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def refuse_unfit(model: nn.Module, who: str) -> None:
+def refuse_unfit(model: nn.Module, who: str, ignored: Container[str] = ()) -> None:
     """Raise UsageError for parameters that cannot be trained on several ranks, before the first step."""
-    for name, p in model.named_parameters():
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad and n not in ignored}
+    for name, p in trained.items():
         if nn.parameter.is_lazy(p):
             raise UsageError(f"{who}: {name} has no shape yet (a lazy layer); run one batch through the model first")
-        if p.requires_grad and (p.dtype not in AVERAGED or p.layout != torch.strided):
+        if not is_averaged(p) or p.layout != torch.strided:
             possible = ", ".join(str(dtype).removeprefix("torch.") for dtype in AVERAGED)
             raise UsageError(
-                f"{who}: {name} is {p.dtype} and {p.layout}; possible: dense parameters of {possible}; convert it "
-                "(model.float()), or set requires_grad=False"
+                f"{who}: {name} is {p.dtype}, {p.layout}; possible: dense parameters of {possible}; convert it, as "
+                "model.float() does, or set requires_grad=False"
             )
-    for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if getattr(module, "sparse", False) is True and isinstance(weight, Tensor) and weight.requires_grad:
-            raise UsageError(f"{who}: {name or type(module).__name__} has sparse=True; {SPARSE}")
+    for path, module in model.named_modules():
+        if getattr(module, "sparse", False) is True and any(
+            p is t for p in module.parameters() for t in trained.values()
+        ):
+            raise UsageError(f"{who}: {path or 'the model'} ({type(module).__name__}) has sparse=True; {DENSE}")
 
 
 def refuse_sparse(gradient: Tensor | None, name: str) -> None:
     """Raise UsageError for a gradient that is not dense, which not every model tells beforehand."""
     if gradient is not None and gradient.layout != torch.strided:
-        raise UsageError(f"{name} got a gradient that is {gradient.layout}; {SPARSE}")
+        raise UsageError(f"{name} got a gradient that is {gradient.layout}; {DENSE}")
 
 
-SPARSE = "possible: dense gradients; use sparse=False, or leave its exchange to plain DDP"
+DENSE = "possible: dense gradients; make the layer, or call the function, with sparse=False"

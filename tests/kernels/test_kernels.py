@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire import kernels, progress
+from thinwire.dtypes import AVERAGED
 from thinwire.errors import UsageError
 from thinwire.kernels import eager, hashing
 
@@ -57,7 +58,7 @@ def test_a_block_with_a_value_that_is_not_finite_is_marked(bad: float) -> None:
     assert kernels.largest(x, 10).isinf().tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", AVERAGED, ids=str)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_one_value_that_is_not_finite_is_found(bad: float, dtype: torch.dtype) -> None:
     for count in (1, 7, 1000):
