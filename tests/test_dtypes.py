@@ -222,12 +222,12 @@ class Turned(nn.Sequential):
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(3)
-        convolution = nn.Conv2d(1, 4, 2)
+        convolution = nn.Conv2d(2, 4, (1, 2))
         linear = nn.Linear(8, 5)
-        for p in (convolution.weight, linear.weight):
+        for p in (convolution.weight, convolution.bias, linear.weight, linear.bias):
             p.data = torch.randn(p.shape, generator=generator)
         linear.weight = nn.Parameter(linear.weight.detach().t().contiguous().t())
-        super().__init__(nn.Unflatten(1, (1, 2, 3)), convolution, nn.Flatten(), linear)
+        super().__init__(nn.Unflatten(1, (2, 1, 3)), convolution, nn.Flatten(), linear)
         self.to(memory_format=torch.channels_last)
 
 
@@ -286,6 +286,14 @@ def test_what_cannot_be_averaged_is_refused_before_the_first_step(message: str) 
         with pytest.raises(tw.UsageError) as caught:
             tw.simulate(lambda comm, spec=spec: prepared(comm, UNFIT[message](), spec), ranks=2)
         assert f"prepare: {message}" in str(caught.value)
+
+
+@pytest.mark.parametrize("spec", ["data_parallel", "local_sgd", "ab", "local_parallel"])
+def test_a_model_without_values_is_refused_where_all_of_it_is_needed(spec: str) -> None:
+    layers = [nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 5)]
+    model = nn.Sequential(*layers).to("meta")
+    with pytest.raises(tw.UsageError, match=r"0\.weight is on the meta device and has no values; make the model on a"):
+        tw.simulate(lambda comm: prepared(comm, model, spec), ranks=1)
 
 
 def test_what_is_not_trained_may_be_anything() -> None:

@@ -45,6 +45,15 @@ def refuse_unfit(model: nn.Module, who: str, ignored: Container[str] = ()) -> No
             raise UsageError(f"{who}: {path or 'the model'} ({type(module).__name__}) has sparse=True; {DENSE}")
 
 
+def refuse_meta(model: nn.Module) -> None:
+    """Raise UsageError for a model without values, where all of it is needed on every rank."""
+    if empty := [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]:
+        raise UsageError(
+            f"{empty[0]} is on the meta device and has no values; make the model on a real device, or use ist, which "
+            "gives such a model its first values itself"
+        )
+
+
 def refuse_sparse(gradient: Tensor | None, name: str) -> None:
     """Raise UsageError for a gradient that is not dense, which not every model tells beforehand."""
     if gradient is not None and gradient.layout != torch.strided:

@@ -308,8 +308,9 @@ def _gradients(bucket: GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
     if parameters[0].is_complex():
         flat = torch.view_as_complex(flat.view(-1, 2))
     for part, parameter in zip(flat.split([p.numel() for p in parameters]), parameters, strict=True):
-        dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
-        yield parameter, part.as_strided(parameter.shape, parameter.stride()) if dense else part.view(parameter.shape)
+        shape, stride = parameter.shape, parameter.stride()
+        strided = not parameter.is_contiguous() and torch.empty_like(parameter, device="meta").stride() == stride
+        yield parameter, part.as_strided(shape, stride) if strided else part.view(shape)
 
 
 def _hook(exchange: "weakref.ref[Overlapped]", bucket: GradBucket) -> Future[Tensor]:

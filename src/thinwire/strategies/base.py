@@ -15,7 +15,7 @@ from thinwire import registry
 from thinwire.averaging import kept_buffers
 from thinwire.comm.base import Comm, in_one_go
 from thinwire.data import Batch, Shard
-from thinwire.dtypes import is_averaged, refuse_sparse, refuse_unfit
+from thinwire.dtypes import is_averaged, refuse_meta, refuse_sparse, refuse_unfit
 from thinwire.errors import RunError, UsageError
 from thinwire.optim import OptimizerFactory
 from thinwire.overlap import Exchange, no_gradient
@@ -202,6 +202,7 @@ def not_finite(step: int, loss: float | None) -> RunError:
 
 def replicate(model: nn.Module, comm: Comm) -> None:
     """Give every rank rank 0's parameters and buffers; say so if they were not equal."""
+    refuse_meta(model)
     tensors = [*model.parameters(), *model.buffers()]
     before = [t.detach().clone() for t in tensors]
     with comm.ledger.purpose("start"):
