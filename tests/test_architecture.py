@@ -14,7 +14,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 LAYERS = [
     {"errors"},
     {"spec"},
-    {"registry", "config", "records", "data", "optim", "netlab"},
+    {"registry", "config", "records", "data", "optim", "dtypes", "netlab"},
     {"noise", "results", "verdicts", "tables", "baseline", "progress"},
     {"comm", "kernels"},
     {"network", "meters", "codecs"},
@@ -52,7 +52,7 @@ NO_TORCH = {
     "comm/ledger",
     "comm/world",
 }
-MAY_USE_DISTRIBUTED = {"comm/process", "comm/pipelining", "comm/joining", "launch", "rendezvous"}
+MAY_USE_DISTRIBUTED = {"comm/process", "comm/pipelining", "comm/joining", "comm/meeting", "launch", "rendezvous"}
 
 
 def name(path: Path) -> str:

@@ -12,8 +12,8 @@ from contextlib import suppress
 from typing import Any
 
 import thinwire as tw
-from thinwire.comm.joining import loopback_store
 from thinwire.comm.ledger import Ledger
+from thinwire.comm.meeting import loopback_store
 
 REPLY_SECONDS = 100
 

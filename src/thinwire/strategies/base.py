@@ -16,6 +16,7 @@ from thinwire import registry
 from thinwire.averaging import kept_buffers
 from thinwire.comm.base import Comm, in_one_go
 from thinwire.data import Batch, Shard, to_device
+from thinwire.dtypes import is_averaged, refuse_meta, refuse_sparse, refuse_unfit
 from thinwire.errors import RunError, UsageError
 from thinwire.optim import OptimizerFactory
 from thinwire.overlap import Exchange, no_gradient
@@ -158,6 +159,7 @@ class Learner:
                     loss.backward()
                 losses.append(loss.detach())
         except RuntimeError as error:
+            self._refuse_sparse()
             unfinished = "Expected to have finished reduction" in str(error)  # how DDP reports it, one step late
             raise exchange.error or (no_gradient() if unfinished else error) from None
         if exchanging:
@@ -174,8 +176,14 @@ class Learner:
 
         `over_all` makes the norm of the whole model's gradient from that of the part that is here.
         """
+        self._refuse_sparse()
         parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = over_all(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        for p in parameters:
+            if p.grad is not None and p.grad.is_conj():  # only marked as conjugated, which torch cannot clip
+                p.grad = p.grad.resolve_conj()
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        wide = [g.float() if g.dtype == torch.float16 else g for g in gradients]  # whose norm may be beyond float16
+        norm = over_all(nn.utils.get_total_norm(wide))
         if self.recipe.clip_norm is not None:
             nn.utils.clip_grads_with_norm_(parameters, self.recipe.clip_norm, norm)
         self._check(norm)
@@ -193,6 +201,11 @@ class Learner:
         yield
         for group, lr in found:
             group["lr"] = lr
+
+    def _refuse_sparse(self) -> None:
+        """Of sparse gradients DDP says that it has no access, and a norm that there is none."""
+        for name, p in self.model.named_parameters():
+            refuse_sparse(p.grad, name)
 
     def _check(self, norm: Tensor) -> None:
         """Stop on a gradient that is not finite: at once, but a GPU is looked at only now and then."""
@@ -238,6 +251,7 @@ def not_finite(step: int, loss: float | None) -> RunError:
 
 def replicate(model: nn.Module, comm: Comm) -> None:
     """Give every rank rank 0's parameters and buffers; say so if they were not equal."""
+    refuse_meta(model)
     tensors = [*model.parameters(), *model.buffers()]
     before = [t.detach().clone() for t in tensors]
     with comm.ledger.purpose("start"):
@@ -254,14 +268,14 @@ def tell_if_changed(before: Sequence[Tensor], after: Sequence[Tensor], comm: Com
 
 
 def average_buffers(model: nn.Module, comm: Comm) -> None:
-    """Make buffers equal on all ranks: the mean of floating-point ones, rank 0's value of the others.
+    """Make buffers equal on all ranks: the mean of floating-point and complex ones, rank 0's value of the others.
 
     Only those that are part of the model's state: the others are caches that every rank computes for itself.
     """
     buffers = kept_buffers(model)
     with comm.ledger.purpose("sync", instead_of="train"):
-        in_one_go([b for b in buffers if b.is_floating_point()], comm.mean)
-        in_one_go([b for b in buffers if not b.is_floating_point()], comm.broadcast)
+        in_one_go([b for b in buffers if is_averaged(b)], comm.mean)
+        in_one_go([b for b in buffers if not is_averaged(b)], comm.broadcast)
 
 
 def consolidated(model: nn.Module, comm: Comm, apart: Sequence[str] = ()) -> nn.Module:
@@ -310,6 +324,7 @@ def prepare(
         raise UsageError(f"accumulate={accumulate}; possible: 1 or more")
     _check_schedule(schedule)
     refuse_emptied(model)
+    refuse_unfit(model, "prepare")
     recipe = Recipe(loss, optimizer, schedule, clip_norm, accumulate, autocast, epochs)
     strategy: Strategy = registry.build("strategies", spec, model, recipe, comm)
     return strategy
