@@ -28,7 +28,8 @@ from thinwire.network import LinkReport
 from thinwire.progress import Progress, Reported, Shown, Silent
 from thinwire.records import TRAINING, RunFolder, bytes_of
 from thinwire.startup import agree, choose_device, fingerprint, open_folder, seed_everything, with_defaults
-from thinwire.strategies.base import CHECK_EVERY_STEPS, Recipe, Strategy, not_finite
+from thinwire.strategies.base import Strategy
+from thinwire.strategies.learner import CHECK_EVERY_STEPS, Recipe, not_finite
 from thinwire.summary import Small, count, sent_by_purpose, summarise
 from thinwire.tables import result_table
 from thinwire.tasks.base import load_task

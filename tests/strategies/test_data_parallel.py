@@ -22,8 +22,8 @@ from thinwire.reducers.base import Named, Reduced, Reducer, State
 from thinwire.reducers.error_feedback import error_feedback
 from thinwire.reducers.global_randk import global_randk
 from thinwire.reducers.mean import mean
-from thinwire.strategies.base import Recipe
 from thinwire.strategies.data_parallel import DataParallel
+from thinwire.strategies.learner import Recipe
 
 World = Callable[..., list[Any]]
 

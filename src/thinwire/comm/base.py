@@ -129,11 +129,10 @@ class Comm(ABC):
     def in_background(self, work: Callable[[], T], device: torch.device) -> Background[T]:
         """Begin something that uses this group and tensors of a device, and return at once.
 
-        Until it is done nothing else may use the group, and its tensors must not change. Simulated ranks do it now, and
-        an error is raised now: a rank that went on would wait for others which wait for what it did not send.
+        Until it is done nothing else may use the group, and its tensors must not change. Simulated ranks do it now.
         """
         background: Background[T] = Background(self.ledger)
-        background.future.set_result(work())
+        background.run(work)
         return background
 
     def close(self) -> None:  # noqa: B027

@@ -19,8 +19,9 @@ from thinwire.overlap import Exchange, exchange
 from thinwire.progress import say, say_once
 from thinwire.reducers.base import Reducer, carried, restored
 from thinwire.reducers.mean import mean
-from thinwire.strategies.base import Learner, Recipe, Strategy, average_buffers, replicate
+from thinwire.strategies.base import Strategy, average_buffers, replicate
 from thinwire.strategies.groups import groups_of, nodes_of
+from thinwire.strategies.learner import Learner, Recipe
 from thinwire.strategies.phases import Lengths, Phase, Phases
 from thinwire.surgery.attention import open_attention
 from thinwire.surgery.moments import State, copied, resized, rotated

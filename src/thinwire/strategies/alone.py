@@ -14,8 +14,9 @@ from thinwire.data import Batch, Shard
 from thinwire.errors import UsageError
 from thinwire.reducers.base import restored
 from thinwire.reducers.mean import mean
-from thinwire.strategies.base import Learner, Recipe, Strategy, average_buffers, replicate
+from thinwire.strategies.base import Strategy, average_buffers, replicate
 from thinwire.strategies.groups import nodes_of
+from thinwire.strategies.learner import Learner, Recipe
 
 
 class Alone(Strategy):

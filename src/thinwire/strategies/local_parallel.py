@@ -20,7 +20,7 @@ from thinwire.errors import RunError
 from thinwire.mail import Copies, Inbox, Outbox
 from thinwire.reducers.base import Reducer
 from thinwire.reducers.mean import mean
-from thinwire.strategies.base import Recipe
+from thinwire.strategies.learner import Recipe
 from thinwire.strategies.staged import Cut, Staged, fingerprint, seeded
 from thinwire.surgery.costs import flops
 from thinwire.surgery.heads import Exit, Head, Joint, Readout, suited

@@ -16,7 +16,7 @@ from thinwire.errors import UsageError
 from thinwire.progress import say_once
 from thinwire.reducers.base import Reducer
 from thinwire.reducers.mean import mean
-from thinwire.strategies.base import Recipe
+from thinwire.strategies.learner import Recipe
 from thinwire.strategies.staged import Cut, Staged, fingerprint
 from thinwire.surgery.costs import shown
 

@@ -18,7 +18,8 @@ from thinwire.errors import RunError, UsageError
 from thinwire.overlap import Afterwards, Alone, Exchange
 from thinwire.progress import say_once
 from thinwire.reducers.base import Reducer, restored
-from thinwire.strategies.base import Learner, Recipe, Strategy, average_buffers, replicate
+from thinwire.strategies.base import Strategy, average_buffers, replicate
+from thinwire.strategies.learner import Learner, Recipe
 from thinwire.surgery.blocks import Unit, balanced, check_ties, resolved, units_of
 from thinwire.surgery.costs import flops, seconds, shown
 from thinwire.surgery.hollow import filled, hollow, tensors_of
