@@ -26,6 +26,7 @@ from thinwire.netlab import Host, Lab
 from thinwire.network import LinkReport, check_link, check_network, network
 from thinwire.records import RunFolder, scratch_folder
 from thinwire.spec import parse
+from thinwire.tasks.naming import check_name
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -156,6 +157,7 @@ def _run_agent(config: RunConfig, errand: dict[str, Any], scratch: str) -> None:
 
 def check_names(config: RunConfig) -> None:
     """Raise UsageError for a name that does not exist: at once, without torch."""
+    check_name(config.task)
     for kind, spec in _specs(config):
         registry.find(kind, parse(spec).name)
 

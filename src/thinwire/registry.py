@@ -7,6 +7,7 @@ function or class; positional-only parameters are filled in by thinwire itself a
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib
 import inspect
 import sys
@@ -162,11 +163,15 @@ def imported(module: str, name: str, what: str) -> Any:
     """Something of the user's own: an attribute of a module, looked for in the current folder too."""
     if "" not in sys.path:
         sys.path.insert(0, "")
+    loaded = None
     try:
-        return getattr(importlib.import_module(module), name)
+        loaded = importlib.import_module(module)
+        return getattr(loaded, name)
     except (ImportError, AttributeError, ValueError) as error:
+        near = difflib.get_close_matches(name, vars(loaded), n=1) if loaded else []
+        hint = f"did you mean '{module}:{near[0]}'? Expected" if near else "expected"
         raise UsageError(
-            f"cannot load {what}: {error}; expected package.module:function, importable from this folder"
+            f"cannot load {what}: {error}; {hint} package.module:function, importable from this folder"
         ) from error
 
 
