@@ -63,9 +63,9 @@ def attach(
 ) -> Attached:
     """Exchange a DDP's gradients with one of thinwire's reducers; your loop stays as it is.
 
-    Call it on every rank, after making the DDP and before the first step. `no_sync`, clipping, unused parameters
-    and any optimizer work as before. With a GradScaler, give it here: its scale changes, and what a reducer keeps
-    from step to step must not be counted in it.
+    Call it on every rank, after making the DDP and before the first step. `no_sync`, clipping, unused parameters,
+    torch.compile (of the DDP, or of the model in it) and any optimizer work as before. With a GradScaler, give it
+    here: its scale changes, and what a reducer keeps from step to step must not be counted in it.
 
     >>> import os, torch, torch.distributed as dist, thinwire as tw
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -76,6 +76,7 @@ def attach(
     ['inner/step', 'residual/bias', 'residual/weight']
     >>> attached.close(); dist.destroy_process_group()
     """
+    ddp = getattr(ddp, "_orig_mod", ddp)  # torch.compile(ddp) holds it
     if not isinstance(ddp, DistributedDataParallel):
         raise UsageError(f"attach: {type(ddp).__name__} given; wrap the model in DistributedDataParallel first")
     if not parcel_mb > 0:
