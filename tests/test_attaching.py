@@ -288,6 +288,8 @@ def mistakes(comm: Comm) -> list[str]:
         (ddp, "mean", {"parcel_mb": float("nan")}),
         (ddp, None, {}),
         (ddp, "data_parallel", {}),
+        (ddp, "local_sgd(every=4)", {}),
+        (ddp, "data_parallel(reducer=maxnorm(bits=4))", {}),
     ):
         with pytest.raises(tw.UsageError) as caught:
             tw.attach(wrong, spec, **options)
@@ -311,6 +313,8 @@ def test_mistakes_are_explained(process_world: ProcessWorlds) -> None:
             "more than 0",
             "is not a spec",
             "is a strategy, not a reducer",
+            'trainer = tw.prepare("local_sgd(every=4)", model=',
+            'Try tw.attach(ddp, "maxnorm(bits=4)"). Without DDP',
             "has, or had, an exchange",
             "hook",
         ]

@@ -13,7 +13,7 @@ from thinwire.comm.ledger import Ledger
 from thinwire.errors import UsageError
 from thinwire.overlap import Overlapped
 from thinwire.reducers.base import restored
-from thinwire.spec import parse
+from thinwire.spec import Spec, parse
 
 
 class Attached:
@@ -83,6 +83,7 @@ def attach(
         raise UsageError(f"attach: parcel_mb={parcel_mb}; possible: more than 0")
     if getattr(ddp, "_thinwire", None) is not None:
         raise UsageError("attach: this DDP has, or had, an exchange; it takes one for its whole life. Make a new DDP")
+    _refuse_strategy(parse(spec))
     reducer = registry.build("reducers", spec)
     comm = beside(ddp.process_group, next(ddp.parameters()).device)
     scale = None if scaler is None else scaler.get_scale
@@ -94,3 +95,15 @@ def attach(
     attached = Attached(exchange, str(parse(spec)))
     ddp._thinwire = attached  # type: ignore[assignment]  # lives as long as the DDP, whose hook does not keep it
     return attached
+
+
+def _refuse_strategy(spec: Spec) -> None:
+    if spec.name not in registry.TABLE["strategies"]:
+        return
+    reducer = spec.options.get("reducer") if spec.name == "data_parallel" else None
+    raise UsageError(
+        f"attach: {spec.name} is a strategy, not a reducer: it makes the updates too. "
+        + (f'Try tw.attach(ddp, "{reducer}"). ' if reducer else "")
+        + f'Without DDP and optimizer: with tw.join() as comm: trainer = tw.prepare("{spec}", model=model, '
+        "optimizer=lambda p: torch.optim.SGD(p, 0.1), loss=loss, comm=comm), and in the loop trainer.step(batch)"
+    )

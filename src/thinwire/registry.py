@@ -147,7 +147,11 @@ def _elsewhere(kind: str, name: str) -> UsageError | None:
     other = next((k for k in TABLE if name in TABLE[k]), None)
     if other is None:
         return None
-    example = f"; try data_parallel(reducer={name})" if (kind, other) == ("strategies", "reducers") else ""
+    example = ""
+    if (kind, other) == ("strategies", "reducers"):
+        example = f"; try data_parallel(reducer={name})"
+    elif other in ("strategies", "tasks", "models", "optimizers", "schedules"):
+        example = f"; give it as --{SINGULAR[other]} {name}"
     return UsageError(
         f"{name} is a {SINGULAR[other]}, not a {SINGULAR[kind]}{example}. Possible: {', '.join(sorted(TABLE[kind]))}"
     )
