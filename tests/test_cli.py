@@ -58,7 +58,11 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *a
         (["train", "--rank", "4"], "--rank"),
         (["train", "--strategy", "f("], "cannot read 'f('"),
         (["train", "--resume"], "--resume needs --out"),
-        (["train", "--resume", "--out", "nowhere"], "nowhere holds no run"),
+        (
+            ["train", "--resume", "--out", "nowhere"],
+            "nowhere holds no run (no config.toml); check --out, or give the sett",
+        ),
+        (["train", "--resume", "--out", "nowhere", "--epochs", "3"], "nowhere holds no run"),
         (["train", "nothing.toml"], "cannot read nothing.toml"),
         (["teach"], "teach"),
         (["list", "colours"], "colours"),
