@@ -51,6 +51,7 @@ NO_TORCH = {
     "__main__",
     "comm/ledger",
     "comm/world",
+    "tasks/naming",
 }
 MAY_USE_DISTRIBUTED = {"comm/process", "comm/pipelining", "comm/joining", "comm/meeting", "launch", "rendezvous"}
 

@@ -57,6 +57,28 @@ def test_an_attached_ddp_trains_as_data_parallel_does(process_world: ProcessWorl
         assert theirs_sent == ours_sent
 
 
+def compiled(comm: Comm) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Not compiled, the DDP compiled, the model in it compiled: with backends that compute as torch does."""
+    results = []
+    for compiled_ddp, compiled_net in ((False, False), (True, False), (False, True)):
+        net = copy.deepcopy(PLAIN)
+        ddp: Any = DistributedDataParallel(torch.compile(net, backend="eager") if compiled_net else net)
+        ddp = torch.compile(ddp, backend="aot_eager") if compiled_ddp else ddp
+        attached = tw.attach(ddp, "error_feedback(maxnorm(bits=4))", parcel_mb=0.002)
+        loop(ddp, sgd(ddp.parameters()), split(comm, 3))
+        assert attached.ledger.wire_bytes > 0
+        attached.close()
+        results.append(weights(net))
+    return results[0], results[1], results[2]
+
+
+def test_a_compiled_ddp_trains_as_one_that_is_not(process_world: ProcessWorlds) -> None:
+    for eager, outside, inside in process_world.run(compiled, 2):
+        assert not same(eager, weights(PLAIN)), "it was trained"
+        assert same(eager, outside)
+        assert same(eager, inside)
+
+
 def resumed(comm: Comm, path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     data = split(comm, 8)
     spec = "error_feedback(global_randk(ratio=0.1))"
@@ -266,6 +288,8 @@ def mistakes(comm: Comm) -> list[str]:
         (ddp, "mean", {"parcel_mb": float("nan")}),
         (ddp, None, {}),
         (ddp, "data_parallel", {}),
+        (ddp, "local_sgd(every=4)", {}),
+        (ddp, "data_parallel(reducer=maxnorm(bits=4))", {}),
     ):
         with pytest.raises(tw.UsageError) as caught:
             tw.attach(wrong, spec, **options)
@@ -289,6 +313,8 @@ def test_mistakes_are_explained(process_world: ProcessWorlds) -> None:
             "more than 0",
             "is not a spec",
             "is a strategy, not a reducer",
+            'trainer = tw.prepare("local_sgd(every=4)", model=',
+            'Try tw.attach(ddp, "maxnorm(bits=4)"). Without DDP',
             "has, or had, an exchange",
             "hook",
         ]

@@ -181,7 +181,8 @@ def test_a_report_is_made_from_the_folder_alone(twice: Path, tmp_path: Path) -> 
 def test_one_failed_run_does_not_stop_the_others_and_is_done_again(tmp_path: Path) -> None:
     task = f"tests.user_task:noisy(fault='raise', step=3, once={str(tmp_path / 'happened')!r})"
     settings = ("--task", task, "--epochs", "1", "--seeds", "1", "--ranks", "2", "--out", "cmp", *NO_BASELINE)
-    out, err = thinwire("compare", *SPECS, *settings, folder=tmp_path, expect=1)
+    out, err = thinwire("compare", *SPECS, *settings, "--resume", folder=tmp_path, expect=1)
+    assert err.count("no comparison in cmp yet: starting one") == 1
     assert "1 of 2 runs failed:\n  data_parallel, seed 0: rank" in err
     assert "a fault of the user's own" in err
     assert re.search(r"data_parallel +failed", out)
@@ -267,7 +268,7 @@ def test_a_second_comparison_on_the_machine_waits_its_turn(tmp_path: Path) -> No
         (["data_parallel", "--target", "nan"], "--target='nan' is not possible"),
         (["data_parallel", "--strategy", "x"], "--strategy"),
         (["--resume"], "--resume needs --out"),
-        (["--resume", "--out", "nowhere"], "nowhere holds no comparison"),
+        (["--resume", "--out", "nowhere"], "nowhere holds no comparison (no compare.json); check --out, or give"),
         (["data_parallel", "--out", "/dev/null"], "/dev/null"),
     ],
 )  # fmt: skip
@@ -283,6 +284,8 @@ def test_folders_that_are_not_a_comparison(twice: Path, tmp_path: Path) -> None:
     (tmp_path / "foreign" / "notes.txt").write_text("mine")
     _, err = thinwire("compare", "data_parallel", "--out", "foreign", folder=tmp_path, expect=2)
     assert "foreign holds other things already; give another --out" in err
+    _, err = thinwire("compare", "data_parallel", "--out", "foreign", "--resume", folder=tmp_path, expect=2)
+    assert "foreign holds no comparison (no compare.json); check --out, or give another for a new one" in err
     _, err = thinwire("report", "foreign", folder=tmp_path, expect=2)
     assert "holds no comparison and no run" in err
     assert [path.name for path in (tmp_path / "foreign").iterdir()] == ["notes.txt"]

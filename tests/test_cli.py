@@ -29,10 +29,27 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *a
     [
         (["train", "--strategy", "data_paralel"], "unknown strategy 'data_paralel'; did you mean 'data_parallel'?"),
         (["train", "--task", "digit"], "unknown task 'digit'; did you mean 'digits'?"),
+        (
+            ["train", "--task", "mine"],
+            "unknown task 'mine'; possible: cifar10, digits, mnist, shakespeare, synthetic, or ",
+        ),
+        (["train", "--task", "work"], "or your own as package.module:function, importable from this folder"),
+        (["train", "--task", "resnet18"], "resnet18 is a model, not a task; give it as --model resnet18"),
+        (["train", "--strategy", "resnet18"], "resnet18 is a model, not a strategy; give it as --model resnet18"),
+        (["train", "--model", "digits"], "digits is a task, not a model; give it as --task digits"),
+        (
+            ["train", "--strategy", "maxnorm"],
+            "maxnorm is a reducer, not a strategy; try data_parallel(reducer=maxnorm)",
+        ),
+        (["compare", "data_parallel", "maxnorm"], "not a strategy; try data_parallel(reducer=maxnorm)"),
+        (["train", "--task", "my-task.x("], "or your own as package.module:function, importable from this folder"),
         (["train", "--model", "resnet"], "unknown model 'resnet'"),
         (["train", "--optimizer", "adam"], "unknown optimizer 'adam'; did you mean 'adamw'?"),
         (["train", "--schedule", "steps"], "unknown schedule 'steps'"),
         (["train", "--ranks", "0"], "--ranks='0' is not possible: should be greater than 0"),
+        (["train", "--ranks", "3000"], "--ranks 3000: one machine starts 124 at most; for more"),
+        (["train", "--ranks", "3000", "--nodes", "1500"], "--ranks 3000: one machine starts 124 at most"),
+        (["compare", "data_parallel", "--ranks", "125"], "--ranks 125: one machine starts 124 at most"),
         (["train", "--lr", "-1"], "--lr='-1' is not possible"),
         (["train", "--epochs", "many"], "--epochs='many' is not possible: should be a valid integer"),
         (["train", "--lr", "nan"], "--lr='nan' is not possible"),
@@ -41,7 +58,11 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *a
         (["train", "--rank", "4"], "--rank"),
         (["train", "--strategy", "f("], "cannot read 'f('"),
         (["train", "--resume"], "--resume needs --out"),
-        (["train", "--resume", "--out", "nowhere"], "nowhere holds no run"),
+        (
+            ["train", "--resume", "--out", "nowhere"],
+            "nowhere holds no run (no config.toml); check --out, or give the sett",
+        ),
+        (["train", "--resume", "--out", "nowhere", "--epochs", "3"], "nowhere holds no run"),
         (["train", "nothing.toml"], "cannot read nothing.toml"),
         (["teach"], "teach"),
         (["list", "colours"], "colours"),
@@ -56,6 +77,44 @@ def test_a_mistake_is_one_clear_message_and_code_2(
     assert message in err
     assert len(err.strip().splitlines()) <= 2, err
     assert list(tmp_path.iterdir()) == [], "nothing was made"
+
+
+OWN_TASK = """
+import nonexistent
+
+def helper(one): pass
+def _hidden(data, seed): pass
+def make(data, seed, /, *, width: int = 8): pass
+"""
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["mine", "mine.py", "./mine.py", "mine.make", "mine(width=3)", "mine:", "mine.py:make", "./mine.py:make(1)"],
+)
+@pytest.mark.parametrize("folder", [".", "inner"])
+def test_a_task_of_ones_own_that_is_written_wrongly_is_named(
+    given: str, folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without importing it: that may take long, and fail."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / folder).mkdir(exist_ok=True)
+    (tmp_path / folder / "mine.py").write_text(OWN_TASK)
+    if folder != ".":
+        given = given.replace("mine", f"{folder}/mine" if ".py" in given else f"{folder}.mine", 1)
+    code, _, err = call(capsys, monkeypatch, "train", "--task", given)
+    meant = "mine:make" if folder == "." else f"{folder}.mine:make"
+    assert code == 2
+    assert f"unknown task '{given}'; did you mean '{meant}'? Possible: cifar10, digits," in err
+    assert "or your own as package.module:function, importable from this folder" in err
+
+
+def test_a_function_of_ones_own_that_is_misspelt_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, _, err = call(capsys, monkeypatch, "train", "--task", "tests.user_task:nosy")
+    assert code == 2
+    assert "has no attribute 'nosy'; did you mean 'tests.user_task:noisy'?" in err
 
 
 def test_a_wrong_setting_in_a_file_is_named(

@@ -50,3 +50,44 @@ def test_a_folder_that_moved_can_be_resumed_where_it_is(saved: Path, tmp_path: P
     moved = tmp_path.parent / (tmp_path.name + "-moved")
     saved.rename(moved)
     assert settle(None, {"resume": True, "out": moved}).out == moved
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_resuming_starts_a_run_where_there_is_none_yet(
+    tmp_path: Path, made: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is queued again is the same command."""
+    out = tmp_path / "run"
+    if made:
+        out.mkdir()
+    asked = {"resume": True, "out": out, "task": "synthetic", "epochs": 2}
+    config = settle(None, asked)
+    assert (config.resume, config.task, config.out) == (False, "synthetic", out)
+    assert capsys.readouterr().err == f"no run in {out} yet: starting one\n"
+    RunFolder(out).save_config(config)
+    assert settle(None, asked).resume
+    assert capsys.readouterr().err == ""
+
+
+def test_only_one_of_many_ranks_says_that_a_run_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    assert not settle(None, {"resume": True, "out": tmp_path / "run", "task": "synthetic"}).resume
+    assert capsys.readouterr().err == ""
+
+
+def test_resuming_where_other_things_are_is_refused(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").touch()
+    with pytest.raises(
+        UsageError, match=r"other holds no run .no config.toml.; check --out, or give another for a new"
+    ):
+        settle(None, {"resume": True, "out": tmp_path / "other", "task": "synthetic"})
+    saved = tmp_path / "first"
+    RunFolder(saved).save_config(RunConfig(out=saved))
+    with pytest.raises(
+        UsageError, match=r"one-first holds no run .*did you mean .*/first\?., or give the settings of a new"
+    ):
+        settle(None, {"resume": True, "out": tmp_path / "one-first"})

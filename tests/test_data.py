@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, TensorDataset
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import thinwire as tw
 from thinwire.data import Loader, Shard, mix
@@ -87,6 +90,31 @@ def test_any_map_style_dataset_will_do() -> None:
     batches = list(loader)
     assert [x.tolist() for x, _ in batches] == [i.tolist() for i in loader.indices(0)]
     assert all(torch.equal(y, x**2) for x, y in batches)
+
+
+class Endless(IterableDataset[tuple[Tensor, Tensor]]):
+    """A stream of which every rank reads a part."""
+
+    def __init__(self, comm: tw.Comm) -> None:
+        self.comm = comm
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for number in range(self.comm.rank, 20 + self.comm.rank, self.comm.size):
+            yield torch.full((2,), float(number)), torch.tensor([1.0])
+
+
+def test_streams_are_for_ones_own_loop() -> None:
+    def train(comm: tw.Comm) -> int:
+        with pytest.raises(tw.UsageError, match=r"the dataset is Endless, a stream.*give a map-style Dataset"):
+            tw.loader(Endless(comm), Shard(comm.rank, comm.size), batch_size=3)
+        trainer = tw.prepare(
+            "data_parallel", model=torch.nn.Linear(2, 1), loss=torch.nn.functional.mse_loss, comm=comm,
+            optimizer=lambda p: torch.optim.SGD(p, 1e-4),
+        )  # fmt: skip
+        batches = DataLoader(Endless(comm), batch_size=3)  # as the error says
+        return len([trainer.step(batch) for batch in tw.epoch(trainer, batches, comm)])
+
+    assert tw.simulate(train, ranks=2) == [4, 4]
 
 
 def test_a_batch_of_nothing_is_refused() -> None:

@@ -218,9 +218,11 @@ def test_torchrun_worlds_are_joined(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port")
     port = free_port()
     code, out, err = run(
-        port, "-m", "thinwire", "train", "--epochs", "1", "--out", str(tmp_path / "run"), program=torchrun
-    )
+        port, "-m", "thinwire", "train", "--task", "digits", "--epochs", "1", "--resume", "--out", f"{tmp_path}/run",
+        program=torchrun,
+    )  # fmt: skip
     assert code == 0, err
+    assert err.count(f"no run in {tmp_path / 'run'} yet: starting one") == 1
     assert "2 ranks" in out
     assert out.count("results in") == 1
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import resource
+from typing import Any
+
 import pytest
 
+from tests.worlds import ProcessWorlds
 from thinwire.config import RunConfig
-from thinwire.errors import RunError
+from thinwire.errors import RunError, UsageError
 from thinwire.netlab import Link, Measured
-from thinwire.network import LinkReport, check_link
+from thinwire.network import LinkReport, check_link, check_ranks
 
 
 class Lab:
@@ -58,3 +63,31 @@ def test_without_a_lab_a_link_is_not_shaped() -> None:
 )  # fmt: skip
 def test_a_run_on_two_networks_is_as_bad_as_the_worse(now: str, before: str, mixed: str) -> None:
     assert LinkReport(True, now).mixed_with(before).state == mixed  # type: ignore[arg-type]
+
+
+def nothing(given: Any) -> None:
+    pass
+
+
+def test_as_many_ranks_as_are_allowed_can_be_started(process_world: ProcessWorlds) -> None:
+    """What torch's launcher gives to each rank is a pipe for every rank."""
+    check_ranks(124)
+    context = multiprocessing.get_context("forkserver")
+    given = [context.SimpleQueue() for _ in range(124)]
+    process = context.Process(target=nothing, args=(given,))
+    process.start()
+    process.join(30)
+    assert process.exitcode == 0
+    for queue in given:
+        queue.close()
+
+
+def test_few_open_files_allow_few_ranks() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (180, before[1]))
+    try:
+        check_ranks(20)
+        with pytest.raises(UsageError, match=r"starts 20 at most .*180 open files; ulimit -n 187 allows"):
+            check_ranks(21)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -22,11 +22,11 @@ from thinwire import registry
 from thinwire.checkpoint import _hash_of
 from thinwire.comm.base import Comm
 from thinwire.config import RunConfig
-from thinwire.errors import RunError
+from thinwire.errors import RunError, UsageError
 from thinwire.evaluation import evaluate
 from thinwire.launch import settle
-from thinwire.records import read_rows
-from thinwire.startup import with_defaults
+from thinwire.records import RunFolder, read_rows
+from thinwire.startup import open_folder, with_defaults
 from thinwire.strategies.phases import Lengths
 from thinwire.tasks.base import load_task
 from thinwire.worker import Run
@@ -150,6 +150,18 @@ def test_resume_is_exact_alone(tmp_path: Path, step: int, every: int, optimizer:
     whole = json.loads((tmp_path / "whole" / "summary.json").read_text())
     assert whole["wire_bytes_per_rank"] == summary["wire_bytes_per_rank"]
     assert whole["best"] == summary["best"]
+
+
+def test_ranks_of_which_some_find_no_run_are_told_so(tmp_path: Path) -> None:
+    """On machines without a common disk, one of which is new."""
+    RunFolder(tmp_path).save_config(RunConfig(out=tmp_path))
+
+    def open_it(comm: Comm) -> str:
+        with pytest.raises(UsageError, match=r"ranks \[1, 2\] find no run in .*give another --out") as caught:
+            open_folder(RunConfig(out=tmp_path, resume=comm.rank == 0), comm)
+        return str(caught.value)
+
+    assert len(set(tw.simulate(open_it, ranks=3))) == 1
 
 
 def resume_on(comm: Comm, settings: dict[str, Any], folder: str) -> None:

@@ -14,7 +14,7 @@ from thinwire.dtypes import refuse_unfit
 from thinwire.errors import UsageError
 from thinwire.overlap import Overlapped
 from thinwire.reducers.base import restored
-from thinwire.spec import parse
+from thinwire.spec import Spec, parse
 
 
 class Attached:
@@ -64,9 +64,9 @@ def attach(
 ) -> Attached:
     """Exchange a DDP's gradients with one of thinwire's reducers; your loop stays as it is.
 
-    Call it on every rank, after making the DDP and before the first step. `no_sync`, clipping, unused parameters
-    and any optimizer work as before. With a GradScaler, give it here: its scale changes, and what a reducer keeps
-    from step to step must not be counted in it.
+    Call it on every rank, after making the DDP and before the first step. `no_sync`, clipping, unused parameters,
+    torch.compile (of the DDP, or of the model in it) and any optimizer work as before. With a GradScaler, give it
+    here: its scale changes, and what a reducer keeps from step to step must not be counted in it.
 
     >>> import os, torch, torch.distributed as dist, thinwire as tw
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -77,6 +77,7 @@ def attach(
     ['inner/step', 'residual/bias', 'residual/weight']
     >>> attached.close(); dist.destroy_process_group()
     """
+    ddp = getattr(ddp, "_orig_mod", ddp)  # torch.compile(ddp) holds it
     if not isinstance(ddp, DistributedDataParallel):
         raise UsageError(f"attach: {type(ddp).__name__} given; wrap the model in DistributedDataParallel first")
     if not parcel_mb > 0:
@@ -84,6 +85,7 @@ def attach(
     if getattr(ddp, "_thinwire", None) is not None:
         raise UsageError("attach: this DDP has, or had, an exchange; it takes one for its whole life. Make a new DDP")
     refuse_unfit(ddp.module, "attach", ddp.parameters_to_ignore)
+    _refuse_strategy(parse(spec))
     reducer = registry.build("reducers", spec)
     comm = beside(ddp.process_group, next(ddp.parameters()).device)
     scale = None if scaler is None else scaler.get_scale
@@ -95,3 +97,15 @@ def attach(
     attached = Attached(exchange, str(parse(spec)))
     ddp._thinwire = attached  # type: ignore[assignment]  # lives as long as the DDP, whose hook does not keep it
     return attached
+
+
+def _refuse_strategy(spec: Spec) -> None:
+    if spec.name not in registry.TABLE["strategies"]:
+        return
+    reducer = spec.options.get("reducer") if spec.name == "data_parallel" else None
+    raise UsageError(
+        f"attach: {spec.name} is a strategy, not a reducer: it makes the updates too. "
+        + (f'Try tw.attach(ddp, "{reducer}"). ' if reducer else "")
+        + f'Without DDP and optimizer: with tw.join() as comm: trainer = tw.prepare("{spec}", model=model, '
+        "optimizer=lambda p: torch.optim.SGD(p, 0.1), loss=loss, comm=comm), and in the loop trainer.step(batch)"
+    )

@@ -24,8 +24,8 @@ from thinwire.errors import RunError, Stopped, ThinwireError, UsageError
 from thinwire.launch import check_names, check_options, start_ranks, stopped_by_signals
 from thinwire.netlab import Lab
 from thinwire.network import check_network, network
-from thinwire.progress import say
-from thinwire.records import RunFolder, scratch_folder, write_text
+from thinwire.progress import say, say_once
+from thinwire.records import RunFolder, is_free, scratch_folder, write_text
 from thinwire.registry import explain
 from thinwire.report import write_report
 from thinwire.results import (
@@ -50,10 +50,9 @@ def compare(specs: list[str], asked: dict[str, Any]) -> Results:
     world = find_world()
     if world is not None and world.size > 1:
         raise UsageError("compare starts ranks on this machine; run it alone, not under torchrun, srun or mpirun")
-    begin = Comparison.resumed if asked.get("resume") else Comparison.new
-    begin(specs, asked)  # a mistake is told at once
+    Comparison.begun(specs, asked)  # a mistake is told at once
     with stopped_by_signals(), alone_on_this_machine():
-        comparison = begin(specs, asked)  # now that nobody else can take the same folder
+        comparison = Comparison.begun(specs, asked)  # now that nobody else can take the same folder
         comparison.run()
         return comparison.finish()
 
@@ -78,6 +77,14 @@ class Comparison:
                 check(config.run(spec, 0, folder, resume=False))
 
     @staticmethod
+    def begun(specs: list[str], asked: dict[str, Any]) -> Comparison:
+        """The comparison that is asked for: a new one, also where --resume finds none yet, or the one in --out."""
+        if asked.get("resume") and asked.get("out") is not None and specs and is_free(Path(asked["out"])):
+            say_once(f"no comparison in {asked['out']} yet: starting one")
+            return Comparison.new(specs, {**asked, "resume": False})
+        return (Comparison.resumed if asked.get("resume") else Comparison.new)(specs, asked)
+
+    @staticmethod
     def new(specs: list[str], asked: dict[str, Any]) -> Comparison:
         """A comparison that begins; a folder that holds something already is refused."""
         config = CompareConfig(**asked)
@@ -96,7 +103,8 @@ class Comparison:
             raise UsageError("--resume needs --out, the folder of the comparison to go on with")
         folder = Path(asked["out"])
         if not holds_comparison(folder):
-            raise UsageError(f"{folder} holds no comparison (no compare.json); check --out, or leave out --resume")
+            new = "give the strategies of a new one too" if is_free(folder) else "give another for a new one"
+            raise UsageError(f"{folder} holds no comparison (no compare.json); check --out, or {new}")
         about = read_comparison_file(folder)
         try:
             decided = Decision.model_validate(about["baseline"]) if about.get("baseline") else None

@@ -88,7 +88,10 @@ class RunConfig(BaseModel):
     ] = "auto"
     out: Annotated[Path | None, option(WHERE, "Folder for the results. Default: a new one in runs/.")] = None
     resume: Annotated[
-        bool, option(WHERE, "Go on with the run in --out, exactly where its last checkpoint left it.")
+        bool,
+        option(
+            WHERE, "Go on with the run in --out, exactly where its last checkpoint left it; start it if there is none."
+        ),
     ] = False
     checkpoint_every: Annotated[
         NonNegativeInt, option(WHERE, "Steps between checkpoints; 0 = at the end of each epoch only.")
@@ -112,7 +115,8 @@ class CompareConfig(RunConfig):
     strategy: Annotated[str, Parameter(parse=False, show=False)] = ""
     ranks: Annotated[PositiveInt | None, option(WHERE, "Processes to start on this machine. Default: 1.")] = None
     resume: Annotated[
-        bool, option(WHERE, "Go on with the comparison in --out: what is finished stays, the rest is done.")
+        bool,
+        option(WHERE, "Go on with the comparison in --out, or start it: what is finished stays, the rest is done."),
     ] = False
     seeds: Annotated[PositiveInt, option(COMPARED, "Runs of each strategy, with seeds that count up from --seed.")] = 3
     baseline: Annotated[

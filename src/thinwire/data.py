@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from thinwire.errors import UsageError
 
@@ -65,7 +65,7 @@ class Loader:
         self.epoch = 0
         self.batch = 0
         self._begun = False  # iterating now would leave the present epoch for the next one
-        self.num_samples = len(dataset)  # type: ignore[arg-type]
+        self.num_samples = num_samples(dataset, "the dataset")
         if self.num_samples < self.ranks:
             raise UsageError(
                 f"{self.num_samples} samples cannot be shared by {self.ranks} ranks; "
@@ -152,6 +152,17 @@ def loader(dataset: Dataset[Any], shard: Shard, batch_size: int, *, seed: int = 
     [2, 2]
     """
     return Loader(dataset, shard, batch_size, seed=seed, num_workers=num_workers)
+
+
+def num_samples(dataset: Any, what: str) -> int:
+    """How many samples there are to be read by number; UsageError for a stream, which has none."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise UsageError(
+            f"{what} is {type(dataset).__name__}, a stream or without a length; ranks share samples out by number, so "
+            "give a map-style Dataset. A loop of your own takes streams, a part for each rank: "
+            "for batch in tw.epoch(trainer, DataLoader(stream, batch_size=32), comm)"
+        )
+    return len(dataset)
 
 
 def fetch(dataset: Dataset[Any], batches: Sequence[Tensor], num_workers: int = 0, seed: int = 0) -> Iterator[Any]:

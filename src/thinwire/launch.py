@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 from thinwire import registry
 from thinwire.comm.world import find_world, place
-from thinwire.config import RunConfig, make_config, read_toml, resumed
+from thinwire.config import MAY_CHANGE, RunConfig, make_config, read_toml, resumed
 from thinwire.errors import RunError, Stopped, ThinwireError, UsageError
 from thinwire.netlab import Host, Lab
 from thinwire.network import LinkReport, check_link, check_network, network
-from thinwire.records import RunFolder, scratch_folder
+from thinwire.progress import say
+from thinwire.records import RunFolder, is_free, scratch_folder
 from thinwire.spec import parse
+from thinwire.tasks.naming import check_name
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -35,9 +37,17 @@ HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def settle(file: Path | None, asked: dict[str, Any]) -> RunConfig:
-    """The config of a run from a TOML file, what was asked for, and, with --resume, what the run began with."""
+    """The config of a run from a TOML file, what was asked for, and, with --resume, what the run began with.
+
+    Where there is no run yet, --resume starts one if its settings are given: a job that is queued again is one command.
+    """
     given = {**(read_toml(file) if file else {}), **asked}
     config = make_config(given, source=str(file or "settings"))
+    if config.resume and config.out is not None and is_free(config.out) and not given.keys() <= MAY_CHANGE:
+        world = find_world()
+        if world is None or world.rank == 0:
+            say(f"no run in {config.out} yet: starting one")
+        return config.model_copy(update={"resume": False})
     if config.resume:
         saved = RunFolder.existing(config.out)
         return resumed(saved.load_config(), given, saved.path)
@@ -156,6 +166,7 @@ def _run_agent(config: RunConfig, errand: dict[str, Any], scratch: str) -> None:
 
 def check_names(config: RunConfig) -> None:
     """Raise UsageError for a name that does not exist: at once, without torch."""
+    check_name(config.task)
     for kind, spec in _specs(config):
         registry.find(kind, parse(spec).name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Literal, NamedTuple
@@ -14,6 +15,8 @@ from thinwire.progress import say
 from thinwire.tables import rate
 
 State = Literal["shaped", "off", "not shaped"]
+MOST_PASSED_FILES = 253  # that Linux passes from process to process in one message (SCM_MAX_FD)
+FILES, FILES_PER_RANK = 40, 7  # open in the launcher, or in a rank, at most: measured, and some room
 
 
 class LinkReport(NamedTuple):
@@ -30,8 +33,24 @@ class LinkReport(NamedTuple):
         return self._replace(state=max(self.state, before, key=order.index))
 
 
+def check_ranks(ranks: int) -> None:
+    """Raise UsageError for more ranks than this machine can start."""
+    by_start = (MOST_PASSED_FILES - 4) // 2  # each rank is given both ends of a pipe for every rank, and 4 files
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    by_limit = by_start if limit == resource.RLIM_INFINITY else max(1, (limit - FILES) // FILES_PER_RANK)
+    if ranks <= min(by_start, by_limit):
+        return
+    needed = FILES + FILES_PER_RANK * min(ranks, by_start)
+    raised = f" (with at most {limit} open files; ulimit -n {needed} allows more)" if by_limit < by_start else ""
+    raise UsageError(
+        f"--ranks {ranks}: one machine starts {min(by_start, by_limit)} at most{raised}; for more, start them on "
+        "several machines with torchrun or srun, or try the method on threads of one process: tw.simulate in Python"
+    )
+
+
 def check_network(config: RunConfig) -> None:
-    """Raise UsageError for hosts or a link that cannot be."""
+    """Raise UsageError for ranks, hosts or a link that cannot be."""
+    check_ranks(config.ranks or 1)
     if config.link is not None:
         netlab.parse_link(config.link)
     if config.nodes is None and config.link is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import json
 import os
@@ -110,7 +111,8 @@ class RunFolder:
             raise UsageError("--resume needs --out, the folder of the run to go on with")
         folder = RunFolder(path)
         if not folder.config.exists():
-            raise UsageError(f"{path} holds no run (no config.toml); check --out, or leave out --resume to start one")
+            new = "give the settings of a new one too, as --task" if is_free(path) else "give another for a new one"
+            raise UsageError(f"{path} holds no run (no config.toml); check --out{_near(path)}, or {new}")
         return folder
 
     def save_config(self, config: RunConfig) -> None:
@@ -162,6 +164,18 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             continue  # half a line: the run was stopped while writing it
     return rows
+
+
+def is_free(path: Path) -> bool:
+    """Whether there is nothing at a path: no file, and no folder that holds something."""
+    return not path.exists() or (path.is_dir() and not any(path.iterdir()))
+
+
+def _near(path: Path) -> str:
+    """The folder beside a path that holds a run and has nearly its name, as a question."""
+    runs = [config.parent.name for config in path.parent.glob("*/config.toml")]
+    near = difflib.get_close_matches(path.name, runs, n=1)
+    return f" (did you mean {path.parent / near[0]}?)" if near else ""
 
 
 def _free_name(config: RunConfig) -> Path:

@@ -7,6 +7,7 @@ function or class; positional-only parameters are filled in by thinwire itself a
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib
 import inspect
 import sys
@@ -147,7 +148,11 @@ def _elsewhere(kind: str, name: str) -> UsageError | None:
     other = next((k for k in TABLE if name in TABLE[k]), None)
     if other is None:
         return None
-    example = f"; try data_parallel(reducer={name})" if (kind, other) == ("strategies", "reducers") else ""
+    example = ""
+    if (kind, other) == ("strategies", "reducers"):
+        example = f"; try data_parallel(reducer={name})"
+    elif other in ("strategies", "tasks", "models", "optimizers", "schedules"):
+        example = f"; give it as --{SINGULAR[other]} {name}"
     return UsageError(
         f"{name} is a {SINGULAR[other]}, not a {SINGULAR[kind]}{example}. Possible: {', '.join(sorted(TABLE[kind]))}"
     )
@@ -163,11 +168,15 @@ def imported(module: str, name: str, what: str) -> Any:
     """Something of the user's own: an attribute of a module, looked for in the current folder too."""
     if "" not in sys.path:
         sys.path.insert(0, "")
+    loaded = None
     try:
-        return getattr(importlib.import_module(module), name)
+        loaded = importlib.import_module(module)
+        return getattr(loaded, name)
     except (ImportError, AttributeError, ValueError) as error:
+        near = difflib.get_close_matches(name, vars(loaded), n=1) if loaded else []
+        hint = f"did you mean '{module}:{near[0]}'? Expected" if near else "expected"
         raise UsageError(
-            f"cannot load {what}: {error}; expected package.module:function, importable from this folder"
+            f"cannot load {what}: {error}; {hint} package.module:function, importable from this folder"
         ) from error
 
 

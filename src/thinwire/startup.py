@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -47,9 +48,20 @@ def with_defaults(config: RunConfig, task: Task, comm: Comm) -> RunConfig:
     return make_config(config.model_dump(), open_settings, source=f"defaults of {config.task}")
 
 
-def open_folder(config: RunConfig) -> RunFolder:
-    """The folder to write to: that of the run to resume, or one for a new run."""
-    return RunFolder.existing(config.out) if config.resume else RunFolder.new(config)
+def open_folder(config: RunConfig, comm: Comm) -> RunFolder:
+    """The folder that rank 0 chose to write to: that of the run to resume, or one for a new run. Collective."""
+    path, resumes = _together(
+        comm,
+        lambda: str((RunFolder.existing(config.out) if config.resume else RunFolder.new(config)).path),
+        mine=config.resume,
+    )
+    without = [rank for rank, resume in enumerate(resumes) if not resume]
+    if any(resumes) and without:
+        raise UsageError(
+            f"on their machine ranks {without} find no run in {path}, and others do; bring the folder there, with the "
+            "checkpoints of these ranks, or give another --out to start anew"
+        )
+    return RunFolder(Path(path))
 
 
 def choose_device(config: RunConfig, world: World | None) -> torch.device:
@@ -66,15 +78,20 @@ def choose_device(config: RunConfig, world: World | None) -> torch.device:
 
 def agree(comm: Comm, run: Callable[[], T]) -> T:
     """Do something on rank 0 alone and give every rank its JSON result, or its error."""
-    answer: dict[str, Any] = {}
+    return _together(comm, run)[0]
+
+
+def _together(comm: Comm, run: Callable[[], T], mine: Any = None) -> tuple[T, list[Any]]:
+    """The same, and what every rank has to tell."""
+    answer: dict[str, Any] = {"mine": mine}
     if comm.rank == 0:
         try:
-            answer = {"value": run()}
+            answer["value"] = run()
         except ThinwireError as error:
-            answer = {"error": str(error), "usage": isinstance(error, UsageError)}
+            answer |= {"error": str(error), "usage": isinstance(error, UsageError)}
     with comm.ledger.purpose("start"):
-        answer = gather_json(comm, answer)[0]
-    if "error" in answer:
-        raise (UsageError if answer["usage"] else RunError)(answer["error"])
-    value: T = answer["value"]
-    return value
+        answers = gather_json(comm, answer)
+    first = answers[0]
+    if "error" in first:
+        raise (UsageError if first["usage"] else RunError)(first["error"])
+    return first["value"], [one["mine"] for one in answers]

@@ -99,7 +99,7 @@ class Run:
         self.loader = Loader(self.task.train, shard, self.batch_size, seed=config.seed, ranks=comm.size)
         self.num_steps = self._get("epochs") * len(self.loader)
         seed_everything(mix(config.seed, comm.rank))  # dropout differs between ranks
-        self.folder = RunFolder(Path(agree(comm, lambda: str(open_folder(config).path))))
+        self.folder = open_folder(config, comm)
         identity = {
             **self.config.model_dump(mode="json", exclude=MAY_CHANGE),
             "samples": self.loader.num_samples,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -88,8 +90,27 @@ def test_a_full_port_drops() -> None:
         ("[Errno 13] Permission denied: '/dev/net/tun'", "without latency"),
         ("(95, 'Operation not supported')", "load these modules"),
         ("[Errno 1] unshare: Operation not permitted", "namespaces are not allowed here"),
+        ("[Errno 24] Too many open files", "try fewer of them"),
     ],
 )
 def test_what_to_do_about_what_is_missing(reason: str, advice: str) -> None:
     assert advice in _not_allowed(reason)
     assert reason in _not_allowed(reason)
+
+
+@pytest.mark.parametrize("kind", ["net", "user"])
+def test_namespaces_that_are_used_up_are_named(kind: str) -> None:
+    """In a user namespace with a limit of its own; there, who has no rights needs another one."""
+    limit = f"user.max_{kind}_namespaces"
+    allowed = {"net": "3", "user": "0"}[kind]
+    drop = {"net": "", "user": "setpriv --bounding-set=-sys_admin --inh-caps=-all"}[kind]
+    code = "from thinwire import netlab; netlab.hosts(3).__enter__()"
+    script = f"echo {allowed} > /proc/sys/user/max_{kind}_namespaces || exit 99; {drop} {sys.executable} -c '{code}'"
+    command = ["unshare", "--user", "--map-root-user", "sh", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode == 99 or done.stderr.startswith(("unshare", "setpriv")):
+        pytest.skip(f"user namespaces are not allowed here: {done.stderr.strip()}")
+    word = {"net": "network", "user": "user"}[kind]
+    assert f"NotAllowed: the kernel allows no more {word} namespaces ([Errno 28] {limit} = {allowed})" in done.stderr
+    assert f"sysctl -w {limit}=" in done.stderr
+    assert "modules" not in done.stderr

@@ -288,6 +288,39 @@ def test_a_run_without_cycling_is_told(capsys: pytest.CaptureFixture[str]) -> No
     assert "with 8 epochs all of them are first or last ones, and nodes always wait" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "told"), [("", "with 9 epochs 8 of them are"), (", warmup_epochs=1, cooldown_epochs=1", "")]
+)
+def test_a_run_with_little_cycling_is_told_what_saves(
+    options: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The example of the README: what it says saves really does."""
+    net = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2))
+    data = [(torch.randn(32, 20), torch.randint(0, 2, (32,)))] * 32
+
+    def sent(spec: str) -> tuple[int, int]:
+        def train(comm: Comm) -> tuple[int, int]:
+            ours = tw.prepare(
+                spec, model=copy.deepcopy(net), optimizer=sgd, loss=nn.functional.cross_entropy, comm=comm, epochs=9
+            )
+            for _ in range(9):
+                for batch in tw.epoch(ours, data, comm):
+                    ours.step(batch)
+            return comm.ledger.wire_bytes, sum(row["between_bytes"] for row in comm.ledger.rows())
+
+        every = tw.simulate(train, ranks=4, nodes=2)
+        return max(total for total, _ in every), sum(between for _, between in every)
+
+    total, between = sent(f"daso(ranks_per_node=2{options})")
+    said = capsys.readouterr().err
+    plain_total, plain_between = sent("data_parallel")
+    assert (total > plain_total) == bool(told)
+    assert between < plain_between / (6 if not told else 3)
+    assert said.count(told or "thinwire: daso") == (1 if told else 0)
+    if told:
+        assert "try daso(warmup_epochs=1, cooldown_epochs=1), or more epochs" in said
+
+
 def long_and_stopped(comm: Comm, stops: tuple[int, ...]) -> list[dict[str, Tensor]]:
     """Through all cycles, l = 2 among them, on two nodes of two; and again from where it was stopped."""
     spec = (

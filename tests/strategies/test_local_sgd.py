@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import thinwire as tw
 from tests.strategies.test_data_parallel import PLAIN
 from tests.strategies.test_laws import batches, sgd, steps, trainer, weights
+from thinwire import progress
 from thinwire.comm.base import Comm
 from thinwire.errors import PeerLost, RunError, UsageError
 
@@ -291,6 +292,25 @@ def test_an_epoch_of_one_rank_is_what_it_is_given() -> None:
         assert len(list(tw.epoch(strategy, iter(batches(3, 24)), comm))) == 3
         with pytest.raises(UsageError, match=r"the order is tw.epoch\(trainer, batches, comm\)"):
             next(iter(tw.epoch(batches(3, 24), strategy, comm)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("spec", ["local_sgd(every=5)", "diloco(every=5)"])
+def test_periods_longer_than_an_epoch_are_told(
+    spec: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "_said", set())
+
+    def train(comm: Comm, num_steps: int) -> None:
+        ours = trainer(comm, spec)
+        for _ in range(2):
+            for batch in tw.epoch(ours, batches(num_steps, 24), comm):
+                ours.step(batch)
+
+    tw.simulate(lambda comm: train(comm, 5), ranks=2)
+    assert capsys.readouterr().err == ""
+    tw.simulate(lambda comm: train(comm, 3), ranks=2)
+    said = "thinwire: every=5, but an epoch has 3 steps and ranks meet at its end: more than 3 saves nothing."
+    assert capsys.readouterr().err.count(said) == 1
 
 
 def test_ranks_with_fewer_batches_are_told(capsys: pytest.CaptureFixture[str]) -> None:

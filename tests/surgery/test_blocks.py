@@ -130,6 +130,12 @@ def test_a_model_that_cannot_be_followed_says_so() -> None:
         units_of(Choosing())
 
 
+def test_a_compiled_model_is_asked_for_as_it_was() -> None:
+    model = torch.compile(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    with pytest.raises(UsageError, match=r"OptimizedModule cannot be cut .*give the model without torch.compile"):
+        units_of(model)
+
+
 def test_tied_weights_stay_together() -> None:
     model = Written(tied=True)
     units = [unit.module for unit in units_of(model)]

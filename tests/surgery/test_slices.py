@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import thinwire as tw
+from tests.surgery import own_models
+from tests.surgery.own_models import with_suggestion
 from thinwire import registry
 from thinwire.surgery.attention import open_attention
 from thinwire.surgery.axes import Axis, axes_of, blocks_of
@@ -104,6 +106,11 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[int]]] = { 
         (2, 5, 12),
         [20, 4, 20, 4],
     ),
+    "own heads": (lambda: own_models.with_heads(fused=True), (2, 5, 12), [4]),
+    "own grouped heads": (lambda: own_models.with_heads(fused=False), (2, 5, 12), [2]),
+    "own gpt, as suggested": (lambda: with_suggestion(own_models.gpt()), (2, 5, 12), [20, 20]),
+    "own llama, as suggested": (lambda: with_suggestion(own_models.llama()), (2, 5, 12), [20, 20]),
+    "own grouped, as suggested": (lambda: with_suggestion(own_models.grouped()), (2, 5, 12), [20]),
 }
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import pickle
 import struct
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -169,6 +171,46 @@ def test_one_class_is_refused() -> None:
     with pytest.raises(UsageError, match="nothing to tell apart"):
         Task(data, data, (2,), 1, "mlp")
     Task(data, data, (2,), 1, "mlp", loss=torch.nn.functional.mse_loss, metric="loss")
+
+
+class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+    """Samples without end, and so without numbers."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while True:
+            yield torch.zeros(2)
+
+
+class Unsized(torch.utils.data.Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def f1(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"metric": f1}, r"metric=f1; possible: 'accuracy' .* or 'loss' .*model.safetensors and test it"),
+        ({"metric": "f1"}, "metric='f1'; possible: 'accuracy'"),
+        ({"train": Stream()}, r"train is Stream, a stream.*map-style.*tw.epoch\(trainer, DataLoader\(stream"),
+        ({"test": Stream()}, "test is Stream, a stream"),
+        ({"train": Unsized()}, "train is Unsized, .*without a length"),
+        (
+            {"test": torch.utils.data.TensorDataset(torch.zeros(0, 2), torch.zeros(0))},
+            "6 samples in train and 0 in test",
+        ),
+        ({"model": torch.nn.Linear(2, 2)}, "model is a Linear; give a function that makes one"),
+        ({"loss": "cross_entropy"}, "loss='cross_entropy'; give a function"),
+        ({"transform": 3}, "transform=3; give a function"),
+    ],
+)
+def test_a_task_that_cannot_be_run_is_refused_when_it_is_made(changes: dict[str, Any], message: str) -> None:
+    data = torch.utils.data.TensorDataset(torch.zeros(6, 2), torch.zeros(6))
+    with pytest.raises(UsageError, match=message):
+        Task(**{"train": data, "test": data, "shape": (2,), "classes": 2, "model": "mlp", **changes})
 
 
 def test_too_little_text_is_refused(tmp_path: Path) -> None:

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 from pathlib import Path
 
 NEWUSER, NEWNET = 0x10000000, 0x40000000
+LIMITS = {NEWUSER: "user.max_user_namespaces", NEWNET: "user.max_net_namespaces"}
 WIRE = "wire"  # the interface of a host that leads to the others
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def unshare(flags: int) -> None:
-    """Move this thread to new namespaces."""
-    _checked(_libc.unshare(flags), "unshare")
+def unshare(kind: int) -> None:
+    """Move this thread to a new namespace of a kind; where no more of them may be made, name the limit."""
+    try:
+        _checked(_libc.unshare(kind), "unshare")
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        name = LIMITS[kind]
+        raise OSError(
+            errno.ENOSPC, f"{name} = {Path('/proc/sys', name.replace('.', '/')).read_text().strip()}"
+        ) from None
 
 
 def setns(path: str, flag: int) -> None:

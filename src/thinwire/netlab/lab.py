@@ -153,7 +153,15 @@ def _not_allowed(reason: str) -> str:
         return (
             f"a link with latency needs the kernel's netem or /dev/net/tun ({reason}); run as root, or without latency"
         )
+    for kind, limit in (("user", "user.max_user_namespaces"), ("network", "user.max_net_namespaces")):
+        if limit in reason:
+            return (
+                f"the kernel allows no more {kind} namespaces ({reason}); end other runs or containers that hold some, "
+                f"or allow more: sysctl -w {limit}=10000 (in a container, on its host)"
+            )
     if "Operation not permitted" not in reason and "Permission denied" not in reason:
+        if reason.startswith("[Errno"):  # of a system call; netlink's are written otherwise
+            return f"hosts cannot be made here ({reason}); try fewer of them, or free what is used up"
         return f"the kernel lacks what a link is made of: veth, bridge and tbf ({reason}); load these modules"
     if os.getuid() == 0:
         how = "give this container more rights (docker run --cap-add SYS_ADMIN --cap-add NET_ADMIN)"

@@ -95,10 +95,6 @@ class DASO(Strategy):
         self.comm = comm
         self.model = model
         self.phases = _phases(recipe.epochs, warmup_epochs, cooldown_epochs)
-        if self.phases[0] == self.phases[1] and comm.rank == 0:
-            say(
-                f"thinwire: daso: with {recipe.epochs} epochs all of them are first or last ones, and nodes always wait"
-            )
         self.max_global_skips, self.stability, self.merge_rule = max_global_skips, stability, merge
         replicate(model, comm)
         self.learner = Learner(model, recipe)
@@ -106,6 +102,8 @@ class DASO(Strategy):
         nodes = _nodes(comm, ranks_per_node)
         mine = next(node for node in nodes if comm.rank in node)
         self.num_nodes, self.num_rails = len(nodes), min(map(len, nodes))
+        if comm.rank == 0 and self.num_nodes > 1:
+            _tell_if_short(recipe.epochs or 0, self.phases)
         self.node = comm.split(nodes, "node")
         self.exchange = exchange(model, local_reducer, self.node)
         rails = [[node[i] for node in nodes] for i in range(self.num_rails)]
@@ -244,6 +242,19 @@ def _phases(epochs: int | None, warmup: int, cooldown: int) -> tuple[int, int]:
             f"cooldown_epochs={epochs // 4})"
         )
     return warmup, epochs - cooldown
+
+
+def _tell_if_short(epochs: int, phases: tuple[int, int]) -> None:
+    """Say so if nodes spend most of a run waiting for each other: then more may be sent than by data_parallel."""
+    cycling = phases[1] - phases[0]
+    if 2 * cycling >= epochs:
+        return
+    few = f"{epochs - cycling} of them" if cycling else "all of them"
+    some = min(max(1, epochs // 8), epochs // 4)
+    say(
+        f"thinwire: daso: with {epochs} epochs {few} are first or last ones, and nodes always wait there, after every "
+        f"batch; to save bytes try daso(warmup_epochs={some}, cooldown_epochs={some}), or more epochs"
+    )
 
 
 def _nodes(comm: Comm, ranks_per_node: int | None) -> list[list[int]]:

@@ -12,7 +12,7 @@ from thinwire.comm.base import Comm
 from thinwire.data import Batch, Shard
 from thinwire.errors import RunError, UsageError
 from thinwire.overlap import Alone
-from thinwire.progress import say
+from thinwire.progress import say, say_once
 from thinwire.reducers.base import Reducer
 from thinwire.reducers.mean import mean
 from thinwire.strategies.base import Strategy, consolidated, replicate
@@ -45,6 +45,13 @@ class Periodic(Strategy):
         self.num_steps = 0  # in this epoch
         self.in_flight = 0  # steps since the exchange began
         self.went_on = [False] * fragments  # which have taken steps since they were last exchanged
+
+    def begin_epoch(self, num_steps: int | None) -> None:
+        if num_steps is not None and num_steps < self.every and self.comm.rank == 0 and self.comm.size > 1:
+            say_once(
+                f"every={self.every}, but an epoch has {num_steps} steps and ranks meet at its end: more than "
+                f"{num_steps} saves nothing. To talk less often, call trainer.step without tw.epoch"
+            )
 
     def step(self, batch: Batch) -> Tensor:
         loss = self.learner.backward(batch, self.alone)

@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 from thinwire.errors import UsageError
 from thinwire.surgery.attention import Opened
 from thinwire.surgery.lowrank import uses
+from thinwire.surgery.suggestions import not_found
 
 Along = int | tuple[int, int]  # a dimension, or (dimension, how often all units come there in a row)
 CONVOLUTIONS = {nn.Conv1d, nn.Conv2d, nn.Conv3d}
@@ -93,23 +94,8 @@ def axes_of(model: nn.Module) -> list[Axis]:
     found = [axis for chain in _chains(model) for axis in _follow(chain, alone)]
     free = [axis for axis in found if not taken & {(name, _dim(along)) for name, along in _tensors(axis)}]
     if not declared and not free:
-        raise _not_found(model)
+        raise not_found(model)
     return [*declared, *free]
-
-
-def _not_found(model: nn.Module) -> UsageError:
-    """The error for a model without axes, with the form to add."""
-    linear = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
-    said = f"no hidden units to share out are found in {type(model).__name__}"
-    if len(linear) < 2:
-        return UsageError(f"{said}: it needs two layers with units between them, in an nn.Sequential")
-    (first, made), (second, _) = list(linear.items())[:2]
-    bias = f', "{first}.bias": 0' if made.bias is not None else ""
-    return UsageError(
-        f"{said}: {first} (Linear) and {second} (Linear) are not in one nn.Sequential; put them into one, or tell "
-        f"which dimension of which tensor has a part for each unit, if these do: model.thinwire_axes = [tw.Axis("
-        f'{made.out_features}, {{"{first}.weight": 0{bias}}}, {{"{second}.weight": 1}})]'
-    )
 
 
 def blocks_of(model: nn.Module) -> Blocks:

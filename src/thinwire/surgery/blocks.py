@@ -80,9 +80,13 @@ def _traced_units(model: nn.Module, at: Sequence[str]) -> list[Unit]:
         with _TRACING:
             graph = tracer.trace(model)
     except Exception as error:
+        compiled = hasattr(model, "_orig_mod")
+        what_to_do = (
+            "give the model without torch.compile" if compiled else "write it as an nn.Sequential of its layers"
+        )
         raise UsageError(
             f"{type(model).__name__} cannot be cut into blocks: torch.fx cannot follow its forward ({error}); "
-            "write it as an nn.Sequential of its layers"
+            f"{what_to_do}"
         ) from error
     calls = [node for node in graph.nodes if node.op == "call_module"]
     at = resolved(at, [str(node.target) for node in calls[1:]])

@@ -14,6 +14,7 @@ from torch import Generator, Tensor, nn
 from torch.utils.data import Dataset
 
 from thinwire import registry, spec
+from thinwire.data import num_samples
 from thinwire.errors import UsageError
 
 Transform = Callable[[Tensor, Generator | None], Tensor]  # None: evaluation, so nothing random
@@ -39,6 +40,21 @@ class Task:
     defaults: dict[str, Any] = field(default_factory=dict)  # epochs, batch_size, lr, optimizer, schedule, …
 
     def __post_init__(self) -> None:
+        if self.metric not in ("accuracy", "loss"):
+            raise UsageError(
+                f"metric={getattr(self.metric, '__name__', repr(self.metric))}; possible: 'accuracy' (in per cent, of "
+                "classes) or 'loss' (that of `loss`); for another figure, load the run's model.safetensors and test it"
+            )
+        if num_samples(self.train, "train") < 1 or num_samples(self.test, "test") < 1:
+            raise UsageError(f"{len(self.train)} samples in train and {len(self.test)} in test; both need some")  # type: ignore[arg-type]
+        if isinstance(self.model, nn.Module):
+            raise UsageError(
+                f"model is a {type(self.model).__name__}; give a function that makes one, so that every run begins "
+                "anew: lambda: Net()"
+            )
+        for name in ("loss", "transform"):
+            if not callable(getattr(self, name)):
+                raise UsageError(f"{name}={getattr(self, name)!r}; give a function, as torch.nn.functional.mse_loss")
         if self.metric == "accuracy" and self.classes < 2:
             raise UsageError(
                 f"classes={self.classes}: there is nothing to tell apart; for regression give loss and metric='loss'"
