@@ -287,3 +287,60 @@ def test_what_a_gpu_computes_is_not_booked_as_waiting(process_world: ProcessWorl
     for found in process_world.run(waits, 2):
         print(found)
         assert 0 < found["training"] < found["took"]
+
+
+class Waves(nn.Module):
+    """A convolution in channels_last, and complex weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.spread = nn.Conv2d(2, 4, 3, bias=False).to(memory_format=torch.channels_last)
+        self.turn = nn.Parameter(torch.randn(4, 3, dtype=torch.complex64, generator=generator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        spread = self.spread(x.unflatten(1, (2, 3, 1)).expand(-1, -1, -1, 3)).flatten(1)
+        return (spread.to(torch.complex64) @ self.turn).abs()
+
+
+WAVES = Waves()
+
+
+def waves_trained(comm: Comm, device: str, reducer: str) -> dict[str, Tensor]:
+    strategy = tw.prepare(
+        f"data_parallel(reducer={reducer})", model=copy.deepcopy(WAVES).to(device), comm=comm,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, 0.01), loss=nn.functional.cross_entropy,
+    )  # fmt: skip
+    steps(strategy, batches(8, 24))
+    return {name: tensor.cpu() for name, tensor in weights(strategy.consolidate()).items()}
+
+
+@pytest.mark.parametrize("reducer", ["mean", "maxnorm(bits=8)", "powersgd(rank=2)"])
+def test_complex_and_strided_parameters_on_a_gpu_are_those_of_a_cpu(process_world: ProcessWorlds, reducer: str) -> None:
+    results: list[Any] = process_world.run(waves_trained, 2, "cuda", reducer)
+    assert same(*results)
+    coarse = 1e-4 if reducer == "mean" else 2e-2
+    for name, expected in on_threads(waves_trained, 2, "cpu", reducer)[0].items():
+        torch.testing.assert_close(results[0][name], expected, rtol=coarse, atol=coarse)
+
+
+def large_means(comm: Comm) -> float:
+    return comm.mean(torch.full((3,), 30000.0, dtype=torch.float16, device="cuda")).max().item()
+
+
+def test_means_of_float16_on_a_gpu_do_not_overflow(process_world: ProcessWorlds) -> None:
+    assert process_world.run(large_means, 4) == [30000.0] * 4
+
+
+def blocks_given(comm: Comm, device: str) -> dict[str, Tensor]:
+    strategy = tw.prepare(
+        "local_parallel", model=copy.deepcopy(NET).cuda(), optimizer=sgd, loss=nn.functional.cross_entropy, comm=comm
+    )
+    steps(strategy, [(x.to(device), y.to(device)) for x, y in batches(6, 24)])
+    strategy.end_epoch()
+    return {name: tensor.cpu() for name, tensor in weights(strategy.consolidate()).items()}
+
+
+def test_stages_compare_targets_wherever_they_are(process_world: ProcessWorlds) -> None:
+    from_gpu, from_cpu = (process_world.run(blocks_given, 2, device)[0] for device in ("cuda", "cpu"))
+    assert same(from_gpu, from_cpu)
