@@ -34,6 +34,10 @@ class Loader:
     def __init__(
         self, dataset: Dataset[Any], shard: Shard, batch_size: int, *, seed: int = 0, num_workers: int = 0
     ) -> None:
+        if not isinstance(shard, Shard):
+            raise UsageError(
+                f"shard is {type(shard).__name__}; give trainer.shard, of the trainer that takes the batches"
+            )
         if batch_size < 1:
             raise UsageError(f"batch_size={batch_size}; possible: 1 or more")
         self.dataset = dataset
@@ -88,6 +92,17 @@ def loader(dataset: Dataset[Any], shard: Shard, batch_size: int, *, seed: int = 
     [2, 2]
     """
     return Loader(dataset, shard, batch_size, seed=seed, num_workers=num_workers)
+
+
+def check_batch(batch: Any) -> None:
+    """Raise UsageError unless a batch is inputs and targets."""
+    if isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch):
+        return
+    what = f"{type(batch).__name__} of {len(batch)}" if hasattr(batch, "__len__") else type(batch).__name__
+    raise UsageError(
+        f"a batch is (inputs, targets), two tensors, and this is {what}; give trainer.step((inputs, targets)). Several "
+        "inputs go into one tensor, which the model takes apart"
+    )
 
 
 def num_samples(dataset: Any, what: str) -> int:
