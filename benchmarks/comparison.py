@@ -20,7 +20,8 @@ def compare(specs: list[str], **settings: Any) -> dict[str, Entry]:
     options = [word for name, value in names.items() for word in ([name] if value is True else [name, str(value)])]
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent, "comparison")
-        command = [sys.executable, "-m", "thinwire", "compare", *specs, *options, "--out", str(folder)]
+        command = [sys.executable, "-m", "thinwire", "compare", *specs, *options, "--baseline", "none"]
+        command += ["--out", str(folder)]
         subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
         entries = {entry.spec: entry for entry in read_results(folder).entries}
     if errors := [error for entry in entries.values() for error in entry.errors]:

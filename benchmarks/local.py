@@ -30,8 +30,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=5)
     options = parser.parse_args()
     settings = {
-        "task": "digits", "model": options.model, "batch_size": options.batch_size, "ranks": options.stages,
-        "epochs": options.epochs, "seeds": 1,
+        "task": "digits", "model": options.model, "batch_size": options.batch_size // options.stages,
+        "ranks": options.stages, "epochs": options.epochs, "seeds": 1,
     }  # fmt: skip
     most = options.batch_size // 2
     one_by_one = [f"pipeline(microbatches={m})" for m in doubling(options.stages, min(most, 8 * options.stages))]

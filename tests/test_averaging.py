@@ -152,10 +152,18 @@ def test_what_is_frozen_stays_doubles_stay_exact_masks_stay_infinite_and_new_ten
         assert statistic == 0.5
 
 
-def test_complex_parameters_are_refused() -> None:
-    model = nn.ParameterDict({"z": nn.Parameter(torch.ones(1, dtype=torch.complex64))})
-    with tw.join() as comm, pytest.raises(UsageError, match="z is complex; possible: real parameters"):
-        Averaging(model, mean(), comm)
+def test_complex_parameters_are_averaged_as_pairs_of_reals() -> None:
+    def run(comm: Comm) -> Tensor:
+        turned = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * (1 + 2j * comm.rank)
+        model = nn.ParameterDict({"z": nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64).t())})
+        averaging = Averaging(model, mean(), comm)
+        model["z"].data = turned  # another tensor
+        averaging.start()
+        averaging.merge()
+        return model["z"].detach()
+
+    for found in tw.simulate(run, ranks=3):
+        assert torch.equal(found, torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * (1 + 2j))
 
 
 def after_the_end(kind: str) -> None:

@@ -25,7 +25,8 @@ from thinwire.records import read_rows
 
 ROOT = Path(__file__).parent.parent
 SPECS = ("data_parallel", "data_parallel(parcel_mb=0.05)")
-SETTINGS = ("--ranks", "2", "--link", "200mbit", "--epochs", "2", "--seeds", "2", "--target", "80")
+NO_BASELINE = ("--baseline", "none")  # auto goes by the time that runs take
+SETTINGS = ("--ranks", "2", "--link", "200mbit", "--epochs", "2", "--seeds", "2", "--target", "80", *NO_BASELINE)
 
 
 pytestmark = pytest.mark.usefixtures("quick_python")
@@ -107,7 +108,7 @@ def test_results_hold_every_figure_and_the_command_to_repeat_it(twice: Path) -> 
         assert [set(measured) for measured in row["link_measured"]] == [{"rate_mbit", "latency_ms"}] * 2
     assert results["command"] == (
         "thinwire compare data_parallel 'data_parallel(parcel_mb=0.05)' --epochs 2 --ranks 2 --link 200mbit "
-        "--seeds 2 --target 80.0"
+        "--seeds 2 --baseline none --target 80.0"
     )
     for row in results["strategies"]:
         assert row["seeds"] == [0, 1]
@@ -126,9 +127,11 @@ def test_the_table_and_the_news(twice: Path) -> None:
     out, err = (twice / "one.out").read_text(), (twice / "one.err").read_text()
     for spec in SPECS:
         assert re.search(rf"^ {re.escape(spec)} +\d+\.\d\d ± \d\.\d\d % ", out, re.M), out
-    narrow = ("accuracy", "training", "to 80", "sent/rank", "between", "waiting")
-    for heading in (*narrow, "best", "kernel", "samples/s", "memory"):
+    narrow = ("accuracy", "training", "× data_parallel", "to 80", "sent in training", "waiting")
+    for heading in (*narrow, "best", "sent in all", "kernel", "samples/s", "memory"):
         assert heading in out
+    assert re.search(r"^data_parallel\(parcel_mb=0.05\): same accuracy within noise, .* data_parallel", out, re.M), out
+    assert "sent: between nodes, by all ranks together" in out
     assert "link 200mbit, measured 1" in out
     assert "open one/report.html" in out
     assert "run 4 of 4: data_parallel(parcel_mb=0.05), seed 1" in err
@@ -177,7 +180,7 @@ def test_a_report_is_made_from_the_folder_alone(twice: Path, tmp_path: Path) -> 
 
 def test_one_failed_run_does_not_stop_the_others_and_is_done_again(tmp_path: Path) -> None:
     task = f"tests.user_task:noisy(fault='raise', step=3, once={str(tmp_path / 'happened')!r})"
-    settings = ("--task", task, "--epochs", "1", "--seeds", "1", "--ranks", "2", "--out", "cmp")
+    settings = ("--task", task, "--epochs", "1", "--seeds", "1", "--ranks", "2", "--out", "cmp", *NO_BASELINE)
     out, err = thinwire("compare", *SPECS, *settings, "--resume", folder=tmp_path, expect=1)
     assert err.count("no comparison in cmp yet: starting one") == 1
     assert "1 of 2 runs failed:\n  data_parallel, seed 0: rank" in err
@@ -205,7 +208,7 @@ def test_when_every_run_fails_there_is_no_table(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
-    settings = ("--epochs", "4", "--seeds", "2", "--ranks", "2", "--link", "1gbit", "--out", "cmp")
+    settings = ("--epochs", "4", "--seeds", "2", "--ranks", "2", "--link", "1gbit", "--out", "cmp", *NO_BASELINE)
     process = start("compare", "data_parallel", *settings, folder=tmp_path)
     assert process.stderr is not None
     while "run 2 of 2" not in process.stderr.readline():
@@ -260,6 +263,8 @@ def test_a_second_comparison_on_the_machine_waits_its_turn(tmp_path: Path) -> No
         (["data_parallel", "--link", "10mbit"], "--link is about several ranks, and there is one; try --ranks 4"),
         (["data_parallel", "--link", "10mbit", "--ranks", "2", "--nodes", "1"], "try --nodes 2"),
         (["data_parallel", "--seeds", "0"], "compare: --seeds='0' is not possible"),
+        (["data_parallel", "--baseline", "some"], "--baseline"),
+        (["data_parallel", "--baseline", "alone"], "--baseline alone is about several ranks, and there is one"),
         (["data_parallel", "--target", "nan"], "--target='nan' is not possible"),
         (["data_parallel", "--strategy", "x"], "--strategy"),
         (["--resume"], "--resume needs --out"),
@@ -327,7 +332,7 @@ def test_folders_of_another_version_or_half_written(twice: Path, tmp_path: Path)
 
 def test_a_budget_of_minutes_ends_training_after_an_epoch(tmp_path: Path) -> None:
     settings = ("--ranks", "2", "--epochs", "40", "--minutes", "0.01", "--seeds", "1", "--out", "cmp")
-    thinwire("compare", "data_parallel", *settings, folder=tmp_path)
+    thinwire("compare", "data_parallel", *settings, *NO_BASELINE, folder=tmp_path)
     run = tmp_path / "cmp" / "runs" / "1-data_parallel" / "seed-0"
     epochs = [row["train_seconds"] for row in read_rows(run / "metrics.jsonl")]
     assert 1 <= len(epochs) < 40

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 import thinwire as tw
 from thinwire import checkpoint
@@ -42,7 +45,10 @@ def test_tensors_whose_paths_read_alike_stay_apart() -> None:
     assert [back["a/b"], back["a"]["b"], back[0], back["0"]] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64, torch.complex128],
+)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 2)])
 def test_tensors_survive_a_file(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (torch.rand(shape) * 2).to(dtype)
@@ -134,6 +140,114 @@ def test_a_damaged_checkpoint_on_one_rank_sends_all_to_the_one_before(tmp_path: 
     if how != "missing manifest":  # then rank 1 never knew of it
         assert len(warnings) == 1
         assert "step-00000020" in warnings[0]
+
+
+STATE = {
+    "strategy": {"learner": {"model": {"w": torch.ones(2)}, "optimizer": {"state": {0: {"step": 3}}, "groups": [[0]]}}},
+    "position": {"epoch": 1, "batch": 2}, "random": (3, (1, 2), None), "losses": [0.5, 1e-3], "name": "é",
+}  # fmt: skip
+
+
+@pytest.fixture
+def two_steps(tmp_path: Path) -> Callable[[bytes], tuple[list[Any], list[str]]]:
+    """What a rank goes on with when the manifest of its newer checkpoint says something else."""
+
+    def save(comm: Comm) -> None:
+        for step in (10, 20):
+            Checkpoints(tmp_path, comm, IDENTITY, keep=10, warn=print).save(step, lambda: STATE)
+
+    tw.simulate(save, ranks=1)
+    newer = tmp_path / "step-00000020"
+    whole = {path.name: path.read_bytes() for path in newer.iterdir()}
+
+    def load_with(manifest: bytes) -> tuple[list[Any], list[str]]:
+        for name, content in whole.items():
+            (newer / name).write_bytes(content)
+        (newer / "rank-0.json").write_bytes(manifest)
+        return load(tmp_path, 1)
+
+    load_with.whole = whole["rank-0.json"]  # type: ignore[attr-defined]
+    return load_with
+
+
+def places(value: Any) -> list[list[Any]]:
+    """The path to everything in a tree of JSON."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else []
+    return [[], *([key, *rest] for key, one in inside for rest in places(one))]
+
+
+def test_a_manifest_that_lacks_or_mistakes_anything_sends_to_the_one_before(two_steps: Any) -> None:
+    """Once a bare KeyError: 'state', hours after whatever had damaged the file."""
+    whole = json.loads(two_steps.whole)
+    found = places(whole)[1:]
+    assert len(found) >= 40
+    for path in found:
+        for other in ("drop", None, 0, -1.5, "x", [], {}, True):
+            damaged = json.loads(two_steps.whole)
+            holder = damaged
+            for key in path[:-1]:
+                holder = holder[key]
+            if other == "drop":
+                del holder[path[-1]]
+            elif json.dumps(holder[path[-1]]) == json.dumps(other):
+                continue
+            else:
+                holder[path[-1]] = other
+            ((step, _),), warnings = two_steps(json.dumps(damaged).encode())
+            assert step == 10, (path, other)
+            assert "step-00000020" in warnings[0]
+    ((step, state),), warnings = two_steps(json.dumps(whole, indent=1).encode())
+    assert (step, warnings) == (20, []), "written otherwise, it says the same"
+    assert state["strategy"]["learner"]["optimizer"] == {"state": {0: {"step": 3}}, "groups": [[0]]}
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [b"", b"null", b"3", b'"x"', b"[]", b"{}", b'{"format": 3}', b"\xff\xfe", b"[" * 200_000, b'{"a":' * 9999],
+)
+def test_what_is_no_manifest_sends_to_the_one_before(two_steps: Any, manifest: bytes) -> None:
+    assert two_steps(manifest)[0][0][0] == 10
+
+
+def test_a_manifest_that_was_cut_or_changed_anywhere_sends_to_the_one_before(two_steps: Any) -> None:
+    whole = two_steps.whole
+    for at in range(0, len(whole), 3):
+        for damaged in (
+            whole[:at],
+            whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :],
+            whole[:at] + whole[at + 1 :],
+        ):
+            step, state = two_steps(damaged)[0][0]
+            assert step == 10 or str(state) == str(STATE), (at, damaged)  # a blank less says the same
+
+
+@pytest.mark.parametrize("source", ["step-00000010/rank-1", "step-00000020/rank-0"])
+def test_a_checkpoint_in_the_place_of_another_is_refused(tmp_path: Path, source: str) -> None:
+    save_steps(tmp_path, 2, [10, 20])
+    for kind in ("json", "safetensors"):
+        shutil.copy(tmp_path / f"{source}.{kind}", tmp_path / f"step-00000020/rank-1.{kind}")
+    found, warnings = load(tmp_path, 2)
+    assert [step for step, _ in found] == [10, 10]
+    assert "is of another place (" in warnings[0]
+
+
+def test_a_checkpoint_of_an_earlier_format_is_named_and_kept(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, [10])
+    manifest = tmp_path / "step-00000010" / "rank-0.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": "thinwire-checkpoint-2"}))
+    found, warnings = load(tmp_path, 1)
+    assert found == [None]
+    assert "has format 'thinwire-checkpoint-2'; this version of thinwire reads 'thinwire-checkpoint-3'" in warnings[0]
+    assert manifest.with_name("rank-0.json.refused").exists()
+
+
+def test_a_model_of_complex_numbers_is_saved_for_others_to_read(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2, dtype=torch.complex64)
+    model.wide = torch.nn.Parameter(torch.randn(4, dtype=torch.complex128))
+    checkpoint.save_model(model, tmp_path / "model.safetensors")
+    saved = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(saved["weight"], model.weight)
+    assert torch.equal(torch.view_as_complex(saved["wide"]), model.wide), "of which safetensors has none"
 
 
 def test_refused_checkpoints_are_set_aside_not_deleted_and_not_kept_for_good_ones(tmp_path: Path) -> None:

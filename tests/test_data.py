@@ -44,6 +44,16 @@ def test_n_shards_together_are_the_batch_of_one() -> None:
         assert sorted(batch.tolist()) == sorted(torch.cat([part[i] for part in parts]).tolist())
 
 
+@given(st.integers(12, 200), st.sampled_from([1, 2, 3, 4, 6]), st.integers(1, 9))
+def test_fewer_shards_than_ranks_take_the_same_samples_in_every_step(count: int, shards: int, batch_size: int) -> None:
+    ranks = [Loader(numbers(count), Shard(r, 12), batch_size).indices(0) for r in range(12)]
+    fewer = [Loader(numbers(count), Shard(s, shards), batch_size, ranks=12) for s in range(shards)]
+    assert [len(loader) for loader in fewer] == [len(ranks[0])] * shards
+    for together, apart in zip(zip(*ranks, strict=True), zip(*(f.indices(0) for f in fewer), strict=True), strict=True):
+        assert len({len(part) for part in apart}) == 1, "equal shares"
+        assert sorted(torch.cat(apart).tolist()) == sorted(torch.cat(together).tolist())
+
+
 def test_the_order_depends_on_seed_and_epoch_alone() -> None:
     def order(seed: int, epoch: int) -> list[int]:
         return torch.cat(Loader(numbers(50), Shard(0, 1), 5, seed=seed).indices(epoch)).tolist()
@@ -121,3 +131,49 @@ def test_mixed_seeds_do_not_collide() -> None:
     seeds = {mix(a, b, c) for a in range(12) for b in range(12) for c in range(12)}
     assert len(seeds) == 12**3
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@given(st.integers(0, 13))
+def test_a_loader_goes_on_where_another_was_saved(stop: int) -> None:
+    straight = tw.loader(numbers(20), Shard(0, 1), batch_size=5)
+    whole = [y.tolist() for _ in range(3) for _, y in straight]
+    assert straight.state_dict() == straight.state_dict()
+
+    before, seen = tw.loader(numbers(20), Shard(0, 1), batch_size=5), []
+    while len(seen) < min(stop, len(whole)):
+        for _, y in before:
+            seen.append(y.tolist())
+            if len(seen) == stop:
+                break
+    after = tw.loader(numbers(20), Shard(0, 1), batch_size=5)
+    after.load_state_dict(before.state_dict())
+    while after.epoch < 3:
+        seen += [y.tolist() for _, y in after]
+    assert seen == whole
+
+
+def test_a_loop_that_was_left_early_begins_the_next_epoch() -> None:
+    loader = tw.loader(numbers(20), Shard(0, 1), batch_size=5)
+    next(iter(loader))
+    assert torch.cat([y for _, y in loader]).tolist() == torch.cat(loader.indices(1)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        (Loader(numbers(20), Shard(0, 1), 4), "batch_size"),
+        (Loader(numbers(20), Shard(1, 2), 5), "shard"),
+        (Loader(numbers(21), Shard(0, 1), 5), "samples"),
+        (Loader(numbers(20), Shard(0, 1), 5, seed=1), "seed"),
+    ],
+)
+def test_a_state_of_another_loader_is_refused(other: Loader, what: str) -> None:
+    with pytest.raises(tw.UsageError, match=f"state.*{what}"):
+        Loader(numbers(20), Shard(0, 1), 5).load_state_dict(other.state_dict())
+
+
+def test_reading_samples_draws_no_random_numbers() -> None:
+    """Else a run that is tested more often, or goes on in mid-epoch, would have other dropout."""
+    before = torch.get_rng_state()
+    assert len(list(tw.loader(Squares(), Shard(0, 1), batch_size=2))) > 1
+    assert torch.equal(torch.get_rng_state(), before)

@@ -83,11 +83,11 @@ def test_what_was_not_counted_makes_no_count(counter: dict[str, int]) -> None:
 
 
 def test_a_summary_adds_up_what_ranks_have() -> None:
-    def row(wire: int, between: int) -> dict[str, int]:
-        return {"wire_bytes": wire, "between_bytes": between}
+    def row(wire: int, between: int, purpose: str = "train") -> dict[str, Any]:
+        return {"purpose": purpose, "wire_bytes": wire, "between_bytes": between}
 
     everyone = [
-        {"ledger": [row(10, 4), row(5, 0)], "kernel": {"inside": 12, "between": 5}, "waiting_seconds": 1.0,
+        {"ledger": [row(10, 4), row(5, 0, "eval")], "kernel": {"inside": 12, "between": 5}, "waiting_seconds": 1.0,
          "train_seconds": 4.0, "peak_memory_bytes": 300},
         {"ledger": [row(25, 25)], "kernel": None, "waiting_seconds": 3.0,
          "train_seconds": 4.0, "peak_memory_bytes": 200},
@@ -101,7 +101,8 @@ def test_a_summary_adds_up_what_ranks_have() -> None:
         "wire_bytes_per_rank": 20, "wire_bytes_by_link": {"inside": 11, "between": 29}, "kernel_bytes_per_rank": 8,
         "kernel_bytes_by_link": {"inside": 12, "between": 5}, "waiting_share": 0.5, "peak_memory_bytes": 300,
         "samples_per_second": 100.0, "link_state": "off", "link_measured": {"rate_mbit": 8.0, "latency_ms": 0.1},
-        "epochs": 3, "nodes": 2,
+        "epochs": 3, "nodes": 2, "samples": 400,
+        "wire_bytes_by_purpose": {"train": {"inside": 6, "between": 29}, "eval": {"inside": 5, "between": 0}},
     }  # fmt: skip
     assert {key: summary[key] for key in expected} == expected
 

@@ -36,6 +36,16 @@ def test_half_a_line_is_ignored_and_later_steps_are_forgotten(tmp_path: Path) ->
     assert read_rows(folder.ledger) == []
 
 
+def test_final_lines_of_the_ledger_are_forgotten_when_a_run_goes_on(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.append_ledger({"step": 1}, [[{"wire_bytes": 5}], [{"wire_bytes": 7}]])
+    folder.append_ledger({"step": 1}, [[{"wire_bytes": 6}]], final=True)
+    rows = [{"step": 1, "rank": rank, "wire_bytes": sent} for rank, sent in ((0, 5), (1, 7))]
+    assert read_rows(folder.ledger) == [*rows, {"step": 1, "final": True, "rank": 0, "wire_bytes": 6}]
+    folder.forget_after(1)
+    assert read_rows(folder.ledger) == rows
+
+
 def test_new_folders_get_the_next_free_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = RunConfig(task="synthetic(width=8)", strategy="data_parallel(parcel_mb=1)")

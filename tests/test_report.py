@@ -18,6 +18,7 @@ import pytest
 from thinwire.config import RunConfig
 from thinwire.records import RunFolder
 from thinwire.report import page, write_report
+from thinwire.report.axes import metric_axis
 from thinwire.report.figures import Point, pareto
 from thinwire.report.marks import Figure, short
 from thinwire.report.ranks import ranks
@@ -58,7 +59,8 @@ def write_run(
         row = {
             "step": 40 * epoch, "epoch": epoch, "seconds": epoch * pace * 1.1, "train_seconds": epoch * pace,
             "train_loss": 2 / epoch, "test_loss": 3 * (1 - accuracy / 100), "samples_per_second": 5000 / pace,
-            "wire_bytes": round(sent * epoch), "waiting_seconds": 0.4 * epoch,
+            "wire_bytes": round(sent * epoch + 9e5), "training_bytes": round(sent * epoch),
+            "training_bytes_between": round(sent * epoch) // 2 * (ranks // 2), "waiting_seconds": 0.4 * epoch,
         }  # fmt: skip
         if spec.startswith("ab"):
             row |= rank_status(epoch, layers)
@@ -69,10 +71,11 @@ def write_run(
     summary = {
         "task": "digits", "strategy": spec, "model": "mlp", "ranks": ranks, "nodes": 2, "link": "100mbit,10ms",
         "link_state": "shaped", "link_measured": {"rate_mbit": 95.1 + seed, "latency_ms": 10.06}, "seed": seed,
-        "epochs": epochs, "steps": 40 * epochs, "seconds": epochs * pace * 1.2,
+        "epochs": epochs, "steps": 40 * epochs, "samples": 1400 * epochs, "seconds": epochs * pace * 1.2,
         "train_seconds": epochs * pace + chance.gauss(0, 0.3), "metric": metric, "value": values[-1],
         "best": max(values) if metric == "accuracy" else min(values), "wire_bytes_per_rank": round(total / ranks),
         "wire_bytes_by_link": {"inside": total - between, "between": between},
+        "wire_bytes_by_purpose": sent_for(ledger),
         "kernel_bytes_by_link": {"inside": total - between, "between": round(1.031 * between)},
         "waiting_share": 0.72 * share**0.4, "samples_per_second": 5000 / pace, "parameters": 101770,
         "peak_memory_bytes": 412_000_000 + round(share * 10**8),
@@ -102,6 +105,18 @@ def write_ledger(sent: float, epochs: int, ranks: int) -> list[dict[str, Any]]:
                 counts = {"op": "all_reduce", "ranks": ranks, "calls": 40 * epoch, "payload_bytes": wire}
                 rows.append(about | counts | {"wire_bytes": wire, "between_bytes": between, "seconds": 0.1})
     return rows
+
+
+def sent_for(ledger: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """Bytes by purpose and link at the end, as in a summary."""
+    last = [row for row in ledger if row["epoch"] == ledger[-1]["epoch"]]
+    return {
+        purpose: {
+            "inside": sum(row["wire_bytes"] - row["between_bytes"] for row in last if row["purpose"] == purpose),
+            "between": sum(row["between_bytes"] for row in last if row["purpose"] == purpose),
+        }
+        for purpose in dict.fromkeys(row["purpose"] for row in last)
+    }
 
 
 def write_timeline(share: float, ranks: int) -> list[dict[str, Any]]:
@@ -170,7 +185,7 @@ def test_a_comparison_says_what_was_compared_and_how_it_ended(tmp_path: Path) ->
         "task digits with model mlp: 4 ranks on 2 nodes, link 100mbit,10ms, seeds 0, 1 and 2, 12 epochs each" in words
     )
     assert re.search(r"1data_parallel\(parcel_mb=5\) 9\d\.\d\d ± 0\.\d\d ", row(html, 1))
-    assert "+3.1 %" in row(html, 1)
+    assert "+3.1 %" in row(html, 4), "in the table below, with its own heading"
     assert "thinwire 0.1.0, torch 2.11.0" in words
     assert "100mbit,10ms asked for; measured 95.1–97.1 Mbit/s and 10.06 ms" in words
     assert "runs/2-data_parallel/seed-2" in words
@@ -179,18 +194,123 @@ def test_a_comparison_says_what_was_compared_and_how_it_ended(tmp_path: Path) ->
 
 def test_the_best_of_a_column_is_marked_once(tmp_path: Path) -> None:
     html = page(compare(tmp_path, [DENSE, SPARSE]))
-    dense, sparse = re.findall(r"<tr><th scope=\"row\">.*?</tr>", html, flags=re.DOTALL)
-    sent = re.compile(r'<td class="best"><span class="mean">[\d.]+ MB<')
+    dense, sparse = re.findall(r"<tr><th scope=\"row\">.*?</tr>", html, flags=re.DOTALL)[:2]
+    sent = re.compile(r' class="best"><span class="mean">[\d.]+ MB<')
     assert sent.search(sparse)
     assert not sent.search(dense)
-    assert re.search(r'<td class="best"><span class="mean">97\.', dense)
+    assert re.search(r' class="best"><span class="mean">97\.', dense)
+
+
+def test_equal_means_are_underlined_alike_whatever_their_deviation(tmp_path: Path) -> None:
+    """97.08 ± 0.59 was underlined and 97.08 ± 0.20 was not."""
+    values = {"calm": (96.88, 97.08, 97.28), "wild": (96.49, 97.08, 97.67), "best": (97.30, 97.50, 97.70),
+              "worse": (95.8, 96.0, 96.2)}  # fmt: skip
+    compare(tmp_path, [*values])
+    for i, (spec, found) in enumerate(values.items()):
+        for seed, value in enumerate(found):
+            run = RunFolder(tmp_path / run_place(i, spec, seed))
+            run.save_summary(json.loads(run.summary.read_text()) | {"value": value})
+    html = page(read_results(tmp_path))
+    marks = re.findall(r'data-label="Final accuracy \(%\)"( class="best")?><span class="mean">(.*?)<', html)
+    assert marks == [(' class="best"', "97.08"), (' class="best"', "97.08"), (' class="best"', "97.50"), ("", "96.00")]
+    assert "Underlined: the best of a column, and whatever these seeds cannot tell apart from it." in text(html)
+
+
+def test_with_one_seed_only_bytes_are_underlined(tmp_path: Path) -> None:
+    html = page(compare(tmp_path, [DENSE, SPARSE], (0,)))
+    assert set(re.findall(r'data-label="([^"]*)" class="best"', html)) == {
+        "Sent in training, between nodes", "Sent in all, between nodes"
+    }  # fmt: skip
+    assert "Only bytes are marked" in text(html)
+
+
+def test_bytes_that_cost_are_those_between_nodes_where_there_are_several(tmp_path: Path) -> None:
+    """ "quiet" sends most inside nodes: it was to the right of "loud", though its link carries less."""
+    results = compare(tmp_path, ["loud", "quiet"], (0,))
+    run = RunFolder(tmp_path / run_place(1, "quiet", 0))
+    sent = {"train": {"inside": 10**12, "between": 3_000_000}, "sync": {"inside": 5, "between": 1_000_000},
+            "eval": {"inside": 7, "between": 10**11}}  # fmt: skip
+    run.save_summary(json.loads(run.summary.read_text()) | {"wire_bytes_by_purpose": sent})
+    rows = [json.loads(line) | {"training_bytes_between": 4e6} for line in run.metrics.read_text().splitlines()]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    html = page(read_results(results.folder))
+    _, loud, quiet = drawn(html)["front-bytes"]["data"]
+    assert quiet["x"] == [4_000_000]
+    assert quiet["x"] < loud["x"]
+    assert drawn(html)["curve-bytes"]["data"][1]["x"][-1] == 4_000_000
+    title = drawn(html)["front-bytes"]["layout"]["xaxis"]["title"]["text"]
+    assert title == "bytes between nodes (log scale)"
+    assert "4.00 MB" in row(html, 2)
+    assert "100 GB" in row(html, 5), "evaluation stands apart"
+    one = page(compare(tmp_path / "one", ["loud"], (0,), nodes=1))
+    assert drawn(one)["curve-bytes"]["layout"]["xaxis"]["title"]["text"] == "bytes per rank (log scale)"
+
+
+def test_nothing_sent_has_a_place_on_a_log_axis(tmp_path: Path) -> None:
+    compare(tmp_path, [DENSE, SPARSE, "alone"], (0,))
+    run = RunFolder(tmp_path / run_place(2, "alone", 0))
+    nothing = {"train": {"inside": 10**6, "between": 0}, "eval": {"inside": 0, "between": 10**4}}
+    run.save_summary(json.loads(run.summary.read_text()) | {"wire_bytes_by_purpose": nothing})
+    html = page(read_results(tmp_path))
+    figure = drawn(html)["front-bytes"]
+    axis = figure["layout"]["xaxis"]
+    assert (axis["type"], axis["ticktext"][0]) == ("log", "0")
+    assert figure["data"][-1]["x"] == [axis["tickvals"][0]]
+    assert "On this log scale 0 is put at the left edge." in text(html)
+    assert "×\u00a0alone" in html
+    assert "against one machine alone" in text(html) or "than one machine alone" in text(html)
+
+
+def test_accuracies_near_100_percent_are_drawn_apart(tmp_path: Path) -> None:
+    html = page(compare(tmp_path, [DENSE, SPARSE], (0,)))
+    axis = drawn(html)["curve-train_seconds"]["layout"]["yaxis"]
+    places = dict(zip(axis["ticktext"], axis["tickvals"], strict=True))
+    assert {"50 %", "80 %", "90 %", "95 %"} <= set(places)
+    assert places["95 %"] - places["90 %"] > 0.7 * (places["80 %"] - places["50 %"])
+    assert "does not begin at 0" in text(html)
+    low, high = axis["range"]
+    heights = [y for trace in drawn(html)["curve-train_seconds"]["data"] for y in trace["y"]]
+    assert low < min(heights) < max(heights) < high
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "begins_at_0"),
+    [("accuracy", [20.0, 70.0], False), ("accuracy", [2.0, 70.0], True), ("loss", [0.1, 2.0], True),
+     ("loss", [1.5, 2.0], False), ("accuracy", [96.0, 98.0], False), ("accuracy", [100.0, 100.0], False),
+     ("accuracy", [50.0, 100.0], False), ("accuracy", [0.0], True)],
+)  # fmt: skip
+def test_every_value_is_inside_of_its_axis_and_a_cut_axis_says_so(
+    metric: str, values: list[float], begins_at_0: bool
+) -> None:
+    axis = metric_axis(metric, values)
+    low, high = axis.layout["range"]
+    assert all(low <= axis.place(value) <= high for value in values)
+    assert ("does not begin at 0" in axis.words) == (not begins_at_0)
+    assert begins_at_0 == (low == 0)
+    places = [axis.place(value) for value in sorted(values)]
+    assert places == sorted(places)
+
+
+def test_verdicts_factors_and_unequal_work_are_on_the_page(tmp_path: Path) -> None:
+    compare(tmp_path, ["data_parallel", SPARSE])
+    for seed in range(3):
+        run = RunFolder(tmp_path / run_place(1, SPARSE, seed))
+        run.save_summary(json.loads(run.summary.read_text()) | {"steps": 900})
+    html = page(read_results(tmp_path))
+    assert re.search(rf"In short 1data_parallel the baseline 2{re.escape(SPARSE)} \S.*1\.3 × faster than data_parallel",
+                     text(html))  # fmt: skip
+    assert f"Not the same work: {SPARSE} took 900 updates, the others" not in text(html), "there is one other"
+    assert f"Not the same work: {SPARSE} took 900 updates, data_parallel 480." in text(html)
+    assert re.search(r" 1\.3 × .* 900 $", row(html, 2))
+    assert "1.00 ×" in row(html, 1)
+    assert "In short" not in text(page(compare(tmp_path / "one", ["data_parallel"])))
 
 
 def test_a_factored_model_is_told_with_its_size_and_ratio(tmp_path: Path) -> None:
     small = {"parameters": 11_000, "ratio": 9.25, "bytes": 44_000, "value": 95.0}
     text = page(compare(tmp_path / "with", ["ab"], factored=small))
     assert '<th scope="col">Factored model</th>' in text
-    assert '<td>44.0 kB<span class="sub">9.2 : 1</span></td>' in text
+    assert '>44.0 kB<span class="sub">9.2 : 1</span></td>' in text
     without = page(compare(tmp_path / "without", ["ab"], factored=None))
     assert '<th scope="col">Factored model</th>' not in without
 
@@ -284,14 +404,14 @@ def test_targets_that_some_or_no_seed_reached(tmp_path: Path) -> None:
     assert "2 of 3 seeds" in row(page(some), 2)
     none = Results(results.folder, results.entries, results.command, target=99.9)
     assert "not reached" in row(page(none), 1)
-    assert "target 99.90 %" in json.dumps(drawn(page(none))["curve-wire_bytes"])
+    assert "target 99.90 %" in json.dumps(drawn(page(none))["curve-bytes"])
 
 
 def test_less_loss_is_better(tmp_path: Path) -> None:
     html = page(compare(tmp_path, [SPARSE, DENSE], metric="loss", target=0.5))
     assert "Final loss" in text(html)
     assert "%" not in text("<body>" + html.split("<thead>")[1].split("</thead>")[0]).replace("(%)", "")
-    assert re.search(r'<td class="best"><span class="mean">0\.0', re.findall(r"<tr>.*?</tr>", html, flags=re.DOTALL)[2])
+    assert re.search(r' class="best"><span class="mean">0\.0', re.findall(r"<tr>.*?</tr>", html, flags=re.DOTALL)[2])
     assert "Lower to the left is better" in text(html)
 
 
@@ -320,7 +440,7 @@ def test_one_rank_sends_nothing(tmp_path: Path) -> None:
 def test_runs_without_curves_ledger_or_timeline(tmp_path: Path) -> None:
     write_run(RunFolder(tmp_path), DENSE, 0)
     summary = json.loads((tmp_path / "summary.json").read_text())
-    bare = Record(0, tmp_path, summary, [], [], [])
+    bare = Record(0, tmp_path, summary, [], [])
     words = text(page(Results(tmp_path, [Entry(DENSE, [bare])], "thinwire train", target=90.0)))
     assert "No evaluation was recorded" in words
     assert "No timeline was recorded." in words
@@ -362,7 +482,7 @@ def test_computing_is_the_step_without_waiting(tmp_path: Path) -> None:
 
 def rank_map(*rows: dict[str, Any], seed: int = 0) -> Figure | None:
     """The figure of one run with these rows of metrics."""
-    return ranks(0, Entry(LOW, [Record(seed, Path("run"), {}, list(rows), [], [])]))
+    return ranks(0, Entry(LOW, [Record(seed, Path("run"), {}, list(rows), [])]))
 
 
 def test_ranks_are_shares_of_the_largest_from_the_first_layer_down() -> None:
@@ -420,8 +540,8 @@ def test_epochs_without_ranks_leave_a_hole_of_their_width() -> None:
 
 def test_ranks_are_of_the_first_finished_seed_that_has_some(tmp_path: Path) -> None:
     row = {"epoch": 1, "ranks": {"a": [4, 8]}}
-    records = [Record(0, tmp_path, None, [row], [], []), Record(1, tmp_path, {}, [{"epoch": 1}], [], []),
-               Record(2, tmp_path, {}, [row], [], []), Record(3, tmp_path, {}, [row], [], [])]  # fmt: skip
+    records = [Record(0, tmp_path, None, [row], []), Record(1, tmp_path, {}, [{"epoch": 1}], []),
+               Record(2, tmp_path, {}, [row], []), Record(3, tmp_path, {}, [row], [])]  # fmt: skip
     figure = ranks(6, Entry(LOW, records))
     assert figure is not None
     assert figure.name == "ranks-7"
@@ -480,8 +600,14 @@ def test_long_names_keep_both_ends() -> None:
     assert len(short(SPARSE, 31)) == 31
 
 
-LOOKS = [("dark", 1280, "dark", "screen"), ("desktop", 1280, "light", "screen"), ("phone", 390, "light", "screen"),
-         ("print", 1280, "dark", "print")]  # fmt: skip
+LOOKS = [("dark", 1400, "dark", "screen"), ("desktop", 1400, "light", "screen"), ("tablet", 800, "light", "screen"),
+         ("phone", 390, "light", "screen"), ("print", 1280, "dark", "print")]  # fmt: skip
+CELLS = """() => [...document.querySelectorAll(".wide")].map(wide => ({
+  hinted: !wide.previousElementSibling.hidden && wide.previousElementSibling.getBoundingClientRect().height > 0,
+  cut: Math.max(...[...wide.querySelectorAll("td")].map(cell => cell.getBoundingClientRect().right)) > innerWidth,
+  labels: [...wide.querySelectorAll("tbody tr:first-child td")].map(cell =>
+    getComputedStyle(cell, "::before").content.includes(cell.dataset.label)),
+  overlaps: [...wide.querySelectorAll("td")].filter(cell => cell.scrollWidth > cell.clientWidth + 1).length}))"""
 SETTLED = """() => [...document.querySelectorAll(".plot")].every(plot => {
   const drawing = plot.querySelector("svg.main-svg"), text = plot.querySelector("svg text");
   return drawing && Math.abs(drawing.getBoundingClientRect().width - plot.getBoundingClientRect().width) < 2
@@ -494,6 +620,8 @@ DRAWN = """() => [...document.querySelectorAll(".plot")].map(plot => {
   const texts = [...plot.querySelectorAll("svg text")].filter(text => text.textContent.trim());
   return {id: plot.id, width: box.width, height: box.height, marks: big.length,
           buttons: [...plot.querySelectorAll(".modebar-btn")].map(button => button.dataset.title),
+          outside: texts.filter(text => { const b = text.getBoundingClientRect();
+            return b.width && (b.right > box.right + 1 || b.left < box.left - 1); }).map(text => text.textContent),
           right: box.right, colours: [...new Set(texts.map(text => getComputedStyle(text).fill))]};
 })"""
 
@@ -556,20 +684,29 @@ def check_look(view: Any, name: str, light: bool, figures: int | None) -> None:
     )
     assert (brightness(background) > 200) == light, f"{name}: the page is {background}"
     assert reach <= inner, f"{name}: the page scrolls sideways, {reach} px in {inner} px"
+    for table in view.evaluate(CELLS) if name != "print" else []:
+        assert not table["cut"] or table["hinted"], f"{name}: a table is cut off without a hint"
+        assert not table["overlaps"], f"{name}: figures run into each other"
+        assert all(table["labels"]) == (name == "phone"), f"{name}: as cards, each figure has its name beside it"
+        assert not (name == "phone" and table["cut"]), "on a phone all of a card is seen"
     assert figures is None or len(plots) == figures, f"{name}: {[plot['id'] for plot in plots]}"
     for plot in plots:
         assert plot["marks"] > 0, f"{name}: {plot['id']} drew nothing"
         assert plot["width"] > 200, f"{name}: {plot}"
         assert plot["height"] > 80, f"{name}: {plot}"
         assert plot["right"] <= inner, f"{name}: {plot['id']} is cut off at {plot['right']} px"
+        assert plot["outside"] == [], f"{name}: {plot['id']} cuts words off"
         assert plot["buttons"] == ["Zoom", "Pan", "Reset axes", "Download plot as a PNG"], "none sends data away"
         assert plot["colours"], f"{name}: {plot['id']} has no text"
         assert all((brightness(c) < 110) == light for c in plot["colours"]), f"{name}: {plot['id']} {plot['colours']}"
 
 
 def test_in_a_browser(tmp_path: Path) -> None:
-    results = compare(tmp_path, [*BEHAVIOUR], (0, 1), target=96.0, unfinished=(run_place(3, "local_sgd(period=8)", 1),))
-    check_in_browser(write_report(results), figures=5 + len(BEHAVIOUR))
+    specs = [*BEHAVIOUR, "data_parallel", "alone"]  # with both baselines, a target and unequal work: all columns
+    compare(tmp_path, specs, (0, 1), target=96.0, unfinished=(run_place(3, "local_sgd(period=8)", 1),))
+    run = RunFolder(tmp_path / run_place(0, DENSE, 0))
+    run.save_summary(json.loads(run.summary.read_text()) | {"steps": 9, "samples": 123_456_789})
+    check_in_browser(write_report(read_results(tmp_path)), figures=5 + len(specs))
 
 
 @pytest.mark.parametrize(
@@ -588,7 +725,7 @@ def test_little_in_a_browser(tmp_path: Path) -> None:
 
 def test_hiding_strategies_and_printing(tmp_path: Path) -> None:
     path = write_report(compare(tmp_path, [DENSE, SPARSE], (0,)))
-    lines = "document.querySelectorAll('#curve-wire_bytes .scatterlayer .trace').length"
+    lines = "document.querySelectorAll('#curve-bytes .scatterlayer .trace').length"
     with browser() as opened:
         view = opened.new_page(color_scheme="dark")
         view.goto(path.resolve().as_uri())
@@ -604,5 +741,5 @@ def test_hiding_strategies_and_printing(tmp_path: Path) -> None:
         printed = {plot["id"]: plot for plot in view.evaluate("printed")}
         assert printed["timeline-2"]["marks"] > 0, "closed on the screen, open on paper"
         assert all(brightness(c) < 110 for plot in printed.values() for c in plot["colours"])
-        view.wait_for_function("document.querySelectorAll('details:not([open])').length === 1")
+        view.wait_for_function("document.querySelectorAll('details:not([open])').length === 2")
         assert all(brightness(c) > 110 for plot in view.evaluate(DRAWN) for c in plot["colours"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from rich.console import Console
 
 from tests.test_report import DENSE, SPARSE, compare
 from thinwire.results import Results
-from thinwire.tables import comparison_caption, comparison_table
+from thinwire.tables import comparison_caption, comparison_table, result_table
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +45,30 @@ def test_more_room_shows_more_figures(results: Results) -> None:
     assert headings[1] == headings[2][: len(headings[1])]
     assert len(headings[0]) < len(headings[1]) < len(headings[2])
     assert headings[2][-1] == "memory"
+
+
+def test_the_table_of_a_run_adds_up_all_ranks() -> None:
+    """Rank 0's rows stood beside the mean over ranks, and did not add up to it."""
+    row = {"purpose": "train", "link": "world", "op": "send", "ranks": 2}
+    ledgers = [
+        [{**row, "calls": 1, "payload_bytes": 9_000, "wire_bytes": 10_000, "between_bytes": 0, "seconds": 3.0}],
+        [{**row, "calls": 2, "payload_bytes": 9_000, "wire_bytes": 30_000, "between_bytes": 0, "seconds": 5.0},
+         {**row, "purpose": "eval", "calls": 1, "payload_bytes": 0, "wire_bytes": 2_000, "between_bytes": 0,
+          "seconds": 1.0}],
+    ]  # fmt: skip
+    sent = {"train": {"inside": 40_000, "between": 0}, "eval": {"inside": 2_000, "between": 0}}
+    summary = {
+        "task": "digits", "strategy": "x", "ranks": 2, "metric": "accuracy", "value": 97.0, "seconds": 9.0, "nodes": 1,
+        "train_seconds": 6.0, "waiting_share": 0.5, "parameters": 10, "factored": None, "link": None,
+        "wire_bytes_by_purpose": sent,
+    }  # fmt: skip
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(result_table(summary, ledgers))
+    shown = console.export_text()
+    lines = [line.split() for line in shown.splitlines()]
+    assert ["train", "world", "send", "2", "3", "18.0", "kB", "40.0", "kB", "5.0", "s"] in lines
+    assert ["eval", "world", "send", "2", "1", "0", "B", "2.00", "kB", "1.0", "s"] in lines
+    assert "sent 42.0 kB by all ranks, 40.0 kB of it in training; 21.0 kB by a rank on average" in shown
 
 
 def test_a_link_that_was_not_what_was_asked_for_is_said(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from torch import nn
 import thinwire as tw
 from tests import user_task
 from tests.worlds import ProcessWorlds
+from thinwire import registry
+from thinwire.checkpoint import _hash_of
 from thinwire.comm.base import Comm
 from thinwire.config import RunConfig
 from thinwire.errors import RunError, UsageError
@@ -378,7 +380,8 @@ def without_residual(comm: Comm, folder: str) -> str:
         text = json.loads(manifest.read_text())
         state = text["tree"]["strategy"]["reducer"][0]
         del state[next(name for name in state if name.startswith("residual/"))]
-        manifest.write_text(json.dumps(text))
+        told = {key: text[key] for key in text if key not in ("format", "manifest_sha256")}
+        manifest.write_text(json.dumps({**text, "manifest_sha256": _hash_of(told)}))
     settings = {"task": "tests.user_task:noisy", "schedule": "constant", "checkpoint_every": 4, "strategy": FEEDBACK}
     with pytest.raises(RunError) as caught:
         train(comm, {**settings, "epochs": 3, "out": folder, "resume": True})
@@ -548,6 +551,46 @@ def test_samples_per_second_counts_samples(tmp_path: Path) -> None:
     alone(out=tmp_path / "run", epochs=1, batch_size=10**6)
     row = read_rows(tmp_path / "run" / "metrics.jsonl")[0]
     assert row["samples_per_second"] * row["train_seconds"] == pytest.approx(1437, rel=0.5)
+
+
+def work_done(comm: Comm, specs: list[str], settings: dict[str, Any], folder: str) -> list[tuple[int, int]]:
+    """Updates and samples of a run with each strategy."""
+    done = []
+    for i, spec in enumerate(specs):
+        run = Run(RunConfig(**settings, strategy=spec, out=Path(folder, str(i))), comm, torch.device("cpu"))
+        run.run()
+        done.append((run.at.step, run.at.samples))
+    return done
+
+
+def test_every_strategy_takes_the_same_updates_and_samples(process_world: ProcessWorlds, tmp_path: Path) -> None:
+    """Of 54 samples, 4 ranks with batch 4 take 48 in 3 updates; what is left is too little for each of them."""
+    specs = {name: name for name in registry.TABLE["strategies"]}
+    specs |= {"daso": "daso(warmup_epochs=0, cooldown_epochs=0)", "halves": "local_parallel(blocks=2)"}
+    specs |= {"pipeline in halves": "pipeline(blocks=2)"}
+    settings = {"task": "synthetic(samples=54, width=8, depth=3)", "batch_size": 4, "epochs": 1}
+    for done in process_world.run(work_done, 4, list(specs.values()), settings, str(tmp_path)):
+        assert dict(zip(specs, done, strict=True)) == dict.fromkeys(specs, (3, 48))
+
+
+def resumed_with_smaller_batches(comm: Comm, folder: str) -> list[int]:
+    """The steps that a run goes on from: of a checkpoint as it is, and as it was when batches were a shard's."""
+    config = RunConfig(task="synthetic(samples=64, width=8)", strategy="local_parallel", epochs=1, out=Path(folder))
+    Run(config, comm, torch.device("cpu")).run()
+    steps = []
+    for before in (False, True):
+        for manifest in Path(folder).rglob(f"rank-{comm.rank}.json") if before else ():
+            text = json.loads(manifest.read_text())
+            del text["identity"]["shards"]
+            manifest.write_text(json.dumps(text))
+        run = Run(config.model_copy(update={"resume": True}), comm, torch.device("cpu"))
+        run._resume()
+        steps.append(run.at.step)
+    return steps
+
+
+def test_a_run_whose_batches_were_smaller_is_not_gone_on_with(process_world: ProcessWorlds, tmp_path: Path) -> None:
+    assert process_world.run(resumed_with_smaller_batches, 2, str(tmp_path / "run")) == [[1, 0]] * 2
 
 
 def test_a_finished_run_is_not_written_over(tmp_path: Path) -> None:

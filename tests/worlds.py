@@ -5,14 +5,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import thinwire as tw
-from thinwire.comm.joining import loopback_store
 from thinwire.comm.ledger import Ledger
+from thinwire.comm.meeting import loopback_store
 
 REPLY_SECONDS = 100
 
@@ -75,6 +76,58 @@ class _ProcessWorld:
         for process in self.processes:
             process.kill()
             process.join()
+
+
+END_SECONDS = 45
+
+
+def ends_of(function: Callable[..., Any], nodes: list[int], *args: Any) -> list[str]:
+    """How function(comm, *args) ended on each of the ranks of some nodes, in processes of their own.
+
+    The name of what it raised, "" for nothing; a rank that does not end within a time has "waits for ever".
+    """
+    store = loopback_store(sum(nodes))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["thinwire.worker", "torch._dynamo"])
+    places = [(size, local) for size in nodes for local in range(size)]
+    ranks = []
+    for rank, (local_size, local) in enumerate(places):
+        here, there = context.Pipe()
+        world = {"RANK": rank, "WORLD_SIZE": len(places), "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": local_size}
+        process = context.Process(target=_run_once, args=(world, store.port, there, function, args), daemon=True)
+        process.start()
+        there.close()
+        ranks.append((process, here))
+    deadline = time.monotonic() + END_SECONDS
+    ends = []
+    for process, pipe in ranks:
+        process.join(max(0.0, deadline - time.monotonic()))
+        ends.append(_told(pipe) if process.exitcode is not None else "waits for ever")
+        process.kill()
+        process.join()
+    return ends
+
+
+def _told(pipe: Any) -> str:
+    try:
+        return str(pipe.recv_bytes().decode())
+    except EOFError:
+        return "ended without a word"
+
+
+def _run_once(world: dict[str, int], port: int, pipe: Any, function: Callable[..., Any], args: Any) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ.update({name: str(value) for name, value in world.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    end = ""
+    try:
+        with tw.join() as comm:
+            function(comm, *args)
+    except Exception as error:
+        end = type(error).__name__
+    pipe.send_bytes(end.encode())
 
 
 def _serve(rank: int, size: int, port: int, pipe: Any) -> None:

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire import registry
 from thinwire.comm.joining import beside
 from thinwire.comm.ledger import Ledger
+from thinwire.dtypes import refuse_unfit
 from thinwire.errors import UsageError
 from thinwire.overlap import Overlapped
 from thinwire.reducers.base import restored
@@ -83,6 +84,7 @@ def attach(
         raise UsageError(f"attach: parcel_mb={parcel_mb}; possible: more than 0")
     if getattr(ddp, "_thinwire", None) is not None:
         raise UsageError("attach: this DDP has, or had, an exchange; it takes one for its whole life. Make a new DDP")
+    refuse_unfit(ddp.module, "attach", ddp.parameters_to_ignore)
     _refuse_strategy(parse(spec))
     reducer = registry.build("reducers", spec)
     comm = beside(ddp.process_group, next(ddp.parameters()).device)

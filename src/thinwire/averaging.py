@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from thinwire.comm.background import Background
 from thinwire.comm.base import Comm, in_one_go
+from thinwire.dtypes import as_reals, is_averaged
 from thinwire.errors import RunError, UsageError
 from thinwire.reducers.base import Named, Reducer, restored
 
@@ -42,9 +43,14 @@ class Flight(NamedTuple):
 class Fragment(NamedTuple):
     """Some parameters, and where they are when all lie end to end."""
 
-    x: list[Tensor]
+    parameters: list[nn.Parameter]
     names: list[str]
     place: slice
+
+    @property
+    def x(self) -> list[Tensor]:
+        """The parameters as they are now, complex ones as pairs of real numbers."""
+        return [as_reals(p.detach()) if p.is_complex() else p for p in self.parameters]
 
 
 class Averaging:
@@ -215,8 +221,8 @@ def cut(parameters: Named, fragments: int) -> list[list[str]]:
 
 
 def averaged_buffers(model: nn.Module) -> list[Tensor]:
-    """Those that are kept and floating-point; others are counters."""
-    return [b for b in kept_buffers(model) if b.is_floating_point()]
+    """Those that are kept and of floating-point or complex numbers; others are counters."""
+    return [b for b in kept_buffers(model) if is_averaged(b)]
 
 
 def kept_buffers(model: nn.Module) -> list[Tensor]:
@@ -227,13 +233,11 @@ def kept_buffers(model: nn.Module) -> list[Tensor]:
 
 def _fragments(model: nn.Module, number: int) -> list[Fragment]:
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    if complex_ones := [n for n, p in parameters.items() if p.is_complex()]:
-        raise UsageError(f"{complex_ones[0]} is complex; possible: real parameters; try data_parallel")
     found, begin = [], 0
     for names in cut(dict(parameters), number):
-        x: list[Tensor] = [parameters[name] for name in names]
-        end = begin + sum(p.numel() for p in x)
-        found.append(Fragment(x, names, slice(begin, end)))
+        fragment = Fragment([parameters[name] for name in names], names, slice(0))
+        end = begin + sum(x.numel() for x in fragment.x)
+        found.append(fragment._replace(place=slice(begin, end)))
         begin = end
     return found
 

@@ -15,6 +15,8 @@ from typing import Any
 from pydantic import ValidationError
 from rich.console import Console
 
+from thinwire import baseline
+from thinwire.baseline import Decision
 from thinwire.comm.world import find_world
 from thinwire.config import CompareConfig
 from thinwire.display import Display, Job
@@ -29,7 +31,6 @@ from thinwire.report import write_report
 from thinwire.results import (
     FORMAT,
     Results,
-    as_json,
     holds_comparison,
     read_comparison_file,
     read_results,
@@ -37,10 +38,11 @@ from thinwire.results import (
     run_place,
 )
 from thinwire.spec import parse
-from thinwire.tables import comparison_caption, comparison_table
+from thinwire.tables import comparison_lines, comparison_table
+from thinwire.verdicts import as_json
 
 WIDE = 200
-MAY_CHANGE = {"out", "resume", "target", "data", "strict", "keep", "restarts"}  # when a comparison is resumed
+MAY_CHANGE = {"out", "resume", "target", "baseline", "data", "strict", "keep", "restarts"}  # when it is resumed
 
 
 def compare(specs: list[str], asked: dict[str, Any]) -> Results:
@@ -58,17 +60,20 @@ def compare(specs: list[str], asked: dict[str, Any]) -> Results:
 class Comparison:
     """A comparison and its folder: compare.json, results.json, report.html, and a run folder for each job."""
 
-    def __init__(self, specs: list[str], config: CompareConfig, folder: Path, command: str) -> None:
-        self.specs = specs
+    def __init__(
+        self, specs: list[str], config: CompareConfig, folder: Path, command: str, decided: Decision | None = None
+    ) -> None:
+        check_network(config)
+        self.baseline = baseline.at_first(config, specs, decided)
+        self.specs = [*specs, baseline.SPEC] if self.baseline and self.baseline.run else specs
         self.config = config
         self.folder = folder
         self.command = command
         self.errors: dict[str, str] = {}  # by place
         self.seeds = list(range(config.seed, config.seed + config.seeds))
-        self.jobs = [Job(s, seed, run_place(i, s, seed)) for seed in self.seeds for i, s in enumerate(specs)]
-        check_network(config)
+        self.jobs = self._jobs_of(self.specs)
         for check in (check_names, check_options):  # all names first: that takes no torch
-            for spec in specs:
+            for spec in self.specs:
                 check(config.run(spec, 0, folder, resume=False))
 
     @staticmethod
@@ -101,18 +106,21 @@ class Comparison:
             new = "give the strategies of a new one too" if is_free(folder) else "give another for a new one"
             raise UsageError(f"{folder} holds no comparison (no compare.json); check --out, or {new}")
         about = read_comparison_file(folder)
-        if specs and _distinct(specs) != about["specs"]:
-            raise UsageError(f"{folder} compares {', '.join(about['specs'])}; leave the strategies out to resume it")
         try:
-            saved = CompareConfig(**about.get("settings", {}))
+            decided = Decision.model_validate(about["baseline"]) if about.get("baseline") else None
+            saved = CompareConfig(**{"baseline": "none", **about.get("settings", {})})  # older ones have none
         except ValidationError as error:
             raise UsageError(explain(error, str(folder / "compare.json"))) from None
+        given = about["specs"][:-1] if decided and decided.run else about["specs"]
+        if specs and _distinct(specs) != given:
+            raise UsageError(f"{folder} compares {', '.join(given)}; leave the strategies out to resume it")
         for name, value in asked.items():
             if name not in MAY_CHANGE and value != getattr(saved, name):
                 option = name.replace("_", "-")
                 raise UsageError(f"{folder} was begun with --{option} {getattr(saved, name)}; leave out --{option}")
         changes = {name: value for name, value in asked.items() if name in MAY_CHANGE}
-        comparison = Comparison(about["specs"], saved.model_copy(update=changes), folder, about["command"])
+        config = saved.model_copy(update=changes)
+        comparison = Comparison(given, config, folder, about["command"], decided)
         comparison.errors = about["errors"]
         return comparison
 
@@ -125,15 +133,40 @@ class Comparison:
             with network(self.config) as lab, scratch_folder() as scratch:
                 display = Display(self.jobs, self.results, scratch / "news.json")
                 with display.shown():
-                    for job in self.jobs:
-                        if not RunFolder(self.folder / job.place).summary.exists():
-                            display.begin(job)
-                            self._do(job, lab, display.news)
-                            display.end()
+                    self._do_all(self.jobs, lab, display)
+                    if self.baseline is None and (more := self._decide()):
+                        display.add(more)
+                        self._do_all(more, lab, display)
         except (Stopped, KeyboardInterrupt):
             self.finish(quiet=True)
-            go_on = f"thinwire compare --out {self.folder} --resume"
-            raise Stopped(f"stopped; what is finished is kept. To go on: {go_on}") from None
+            raise Stopped(f"stopped; what is finished is kept. To go on: {self._go_on}") from None
+        if self.baseline is not None and not self.baseline.run and self.baseline.seconds is not None:
+            say(baseline.left_out(self.baseline, self._go_on))
+
+    @property
+    def _go_on(self) -> str:
+        return f"thinwire compare --out {self.folder} --resume"
+
+    def _jobs_of(self, specs: list[str]) -> list[Job]:
+        return [Job(s, seed, run_place(self.specs.index(s), s, seed)) for seed in self.seeds for s in specs]
+
+    def _decide(self) -> list[Job]:
+        """Whether the baseline is run, now that the others are done; returns its jobs."""
+        runs = {e.spec: [r.summary for r in e.finished if r.summary is not None] for e in self.results().entries}
+        self.baseline = baseline.decide(runs, len(self.seeds), self.config.minutes)
+        more = [baseline.SPEC] if self.baseline and self.baseline.run else []
+        self.specs = [*self.specs, *more]
+        self._save()
+        jobs = self._jobs_of(more)
+        self.jobs = [*self.jobs, *jobs]
+        return jobs
+
+    def _do_all(self, jobs: list[Job], lab: Lab | None, display: Display) -> None:
+        for job in jobs:
+            if not RunFolder(self.folder / job.place).summary.exists():
+                display.begin(job)
+                self._do(job, lab, display.news)
+                display.end()
 
     def _do(self, job: Job, lab: Lab | None, news: Path) -> None:
         run = RunFolder(self.folder / job.place)
@@ -157,6 +190,7 @@ class Comparison:
             "format": FORMAT,
             "command": self.command,
             "specs": self.specs,
+            "baseline": self.baseline.model_dump() if self.baseline and self.baseline != baseline.NONE else None,
             "seeds": self.seeds,
             "target": self.config.target,
             "settings": self.config.model_dump(mode="json", exclude_none=True, exclude={"resume", "out", "strategy"}),
@@ -184,8 +218,9 @@ class Comparison:
             if not console.is_terminal:
                 console = Console(width=WIDE)  # a file has room for every figure
             console.print(comparison_table(results, console.width))
-            for line in filter(None, (comparison_caption(results), f"results in {self.folder}; open {page}")):
-                console.print(line, highlight=False, soft_wrap=True)
+            for line in comparison_lines(results):
+                console.print(line, highlight=False, markup=False)
+            console.print(f"results in {self.folder}; open {page}", highlight=False, markup=False, soft_wrap=True)
         if self.errors and not quiet:
             raise RunError(f"{len(self.errors)} of {len(self.jobs)} runs failed:\n{_list_errors(results)}")
         return results

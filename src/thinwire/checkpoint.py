@@ -1,8 +1,8 @@
 """Checkpoints: safetensors for tensors, JSON for the rest, nothing pickled, never half written.
 
-Each rank writes its own two files, so ranks need not share a disk. The manifest comes last and holds the hash
-of the tensors: a checkpoint without a manifest, or with another hash, does not count. On resume the ranks agree
-on the newest step that all of them have whole.
+Each rank writes its own two files, so ranks need not share a disk. The manifest comes last and holds the hash of
+the tensors and one of itself: a checkpoint without a manifest, or with another hash, does not count. On resume the
+ranks agree on the newest step that all of them have whole.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from thinwire.comm.base import Comm, gather_json
+from thinwire.dtypes import as_reals
 from thinwire.errors import RunError
 from thinwire.records import write_atomically, write_text
 
-FORMAT = "thinwire-checkpoint-2"
+FORMAT = "thinwire-checkpoint-3"
+DAMAGE = (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError, SafetensorError)
 Tree = Any  # dicts, lists, tuples, tensors, numbers, strings, booleans, None
 
 
@@ -63,8 +65,8 @@ class Checkpoints:
             digest = _hash(path)
 
         write_atomically(data, write)
-        text = {"format": FORMAT, "step": step, "identity": self.identity, "sha256": digest, "tree": tree}
-        write_text(manifest, json.dumps(text))
+        told = {**self._place(step), "identity": self.identity, "sha256": digest, "tree": tree}
+        write_text(manifest, json.dumps({"format": FORMAT, **told, "manifest_sha256": _hash_of(told)}))
 
     def load_latest(self) -> tuple[int, Tree] | None:
         """The newest checkpoint that every rank has whole, or None. Collective."""
@@ -99,18 +101,26 @@ class Checkpoints:
     def _read(self, step: int) -> Tree:
         data, manifest = self._files(step)
         try:
-            text = json.loads(manifest.read_text(encoding="utf-8"))
-            if text["format"] != FORMAT:
-                raise RunError(f"checkpoint {manifest} has format {text['format']!r}, not {FORMAT!r}")
-            if text["identity"] != self.identity:
-                raise RunError(
-                    f"checkpoint {manifest} is of another run ({_difference(text['identity'], self.identity)})"
-                )
-            if text["sha256"] != _hash(data):
+            told = json.loads(manifest.read_text(encoding="utf-8"))
+            kind, own_hash = told.pop("format"), told.pop("manifest_sha256", None)
+            if kind != FORMAT:
+                raise RunError(f"checkpoint {manifest} has format {kind!r}; this version of thinwire reads {FORMAT!r}")
+            if own_hash != _hash_of(told):
+                raise RunError(f"checkpoint {manifest} is damaged (its hash is not the one that it tells)")
+            if told["identity"] != self.identity:
+                difference = _difference(told["identity"], self.identity)
+                raise RunError(f"checkpoint {manifest} is of another run ({difference})")
+            if (there := {key: told[key] for key in self._place(step)}) != self._place(step):
+                raise RunError(f"checkpoint {manifest} is of another place ({_difference(there, self._place(step))})")
+            if told["sha256"] != _hash(data):
                 raise RunError(f"checkpoint {data} is damaged (its hash is not the one in its manifest)")
-            return _unpack(text["tree"], load_file(data))
-        except (OSError, KeyError, TypeError, ValueError, AttributeError, SafetensorError) as error:
+            return _unpack(told["tree"], load_file(data))
+        except DAMAGE as error:
             raise RunError(f"checkpoint {manifest.parent} is damaged ({type(error).__name__}: {error})") from error
+
+    def _place(self, step: int) -> dict[str, int]:
+        """Where a checkpoint belongs: nobody goes on with what was copied from another place."""
+        return {"step": step, "rank": self.comm.rank}
 
     def _steps(self) -> list[int]:
         """Steps that this rank has a manifest for, oldest first."""
@@ -153,8 +163,9 @@ def save_model(model: nn.Module, path: Path) -> None:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Tensors as an ordinary safetensors file."""
-    saved = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+    """Tensors as an ordinary safetensors file, which has no complex128: such a one is saved as pairs of float64."""
+    saved = {name: as_reals(t) if t.dtype == torch.complex128 else t for name, t in tensors.items()}
+    saved = {name: t.detach().cpu().contiguous().clone() for name, t in saved.items()}
     write_atomically(path, lambda temporary: _save(saved, temporary, {"format": "pt"}))
 
 
@@ -164,8 +175,8 @@ def _pack(tree: Tree, tensors: dict[str, Tensor], path: str = "") -> Tree:
         case Tensor():
             while path in tensors:  # {"a/b": …} beside {"a": {"b": …}}
                 path += "'"
-            tensors[path] = tree.detach().cpu().contiguous().clone()
-            return {"$tensor": path}
+            tensors[path] = as_reals(tree.detach()).cpu().contiguous().clone()
+            return {"$complex" if tree.is_complex() else "$tensor": path}
         case dict():
             items = [[key, _pack(value, tensors, f"{path}/{key}")] for key, value in tree.items()]
             plain = all(isinstance(key, str) and not key.startswith("$") for key in tree)
@@ -183,6 +194,8 @@ def _unpack(tree: Tree, tensors: dict[str, Tensor]) -> Tree:
     match tree:
         case {"$tensor": path}:
             return tensors[path]
+        case {"$complex": path}:
+            return torch.view_as_complex(tensors[path])
         case {"$items": items}:
             return {key: _unpack(value, tensors) for key, value in items}
         case {"$tuple": values}:
@@ -197,6 +210,11 @@ def _unpack(tree: Tree, tensors: dict[str, Tensor]) -> Tree:
 def _hash(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _hash_of(told: dict[str, Any]) -> str:
+    """Of what JSON text says, however it is written."""
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
 def _difference(saved: dict[str, Any], own: dict[str, Any]) -> str:

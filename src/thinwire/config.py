@@ -47,7 +47,11 @@ class RunConfig(BaseModel):
     ] = None
     batch_size: Annotated[
         PositiveInt | None,
-        option(HOW, "Samples per rank and step; in blocks, per replica. Default: the task's."),
+        option(
+            HOW,
+            "Samples per rank and step: every strategy takes this times the number of ranks in each update. "
+            "Default: the task's.",
+        ),
     ] = None
     lr: Annotated[PositiveFloat | None, option(HOW, "Learning rate. Default: the task's.")] = None
     optimizer: Annotated[str | None, option(HOW, "A name from 'thinwire list optimizers'. Default: the task's.")] = None
@@ -115,6 +119,14 @@ class CompareConfig(RunConfig):
         option(WHERE, "Go on with the comparison in --out, or start it: what is finished stays, the rest is done."),
     ] = False
     seeds: Annotated[PositiveInt, option(COMPARED, "Runs of each strategy, with seeds that count up from --seed.")] = 3
+    baseline: Annotated[
+        Literal["auto", "alone", "none"],
+        option(
+            COMPARED,
+            "Also train on one machine alone, to compare with: alone or none; auto does where it takes at most a "
+            "quarter of the other runs' time.",
+        ),
+    ] = "auto"
     target: Annotated[
         FiniteFloat | None, option(COMPARED, "Also tell the training time until the metric was this good, as 95.")
     ] = None

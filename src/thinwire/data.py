@@ -1,4 +1,4 @@
-"""Which samples a rank reads, in which order. Pure functions of (seed, epoch), so resuming needs no state."""
+"""Which samples a rank reads, in which order: a pure function of (seed, epoch, batch), so a position is all to save."""
 
 from __future__ import annotations
 
@@ -23,16 +23,36 @@ class Shard:
     count: int
 
 
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Inputs and targets on a device; anything but two tensors is refused."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2 or not all(isinstance(t, Tensor) for t in batch):
+        parts = [type(part).__name__ for part in batch] if isinstance(batch, tuple | list) else []
+        what = f"{type(batch).__name__}" + (f" of {', '.join(parts)}" if parts else "")
+        raise UsageError(f"a batch that is a {what}; give (inputs, targets), two tensors: trainer.step((x, y))")
+    inputs, targets = batch
+    return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+
+
 class Loader:
     """The batches of one rank, epoch after epoch.
 
-    Epoch e shuffles all samples with (seed, e), the same on every rank. A step takes the next count·batch_size
-    of them, and each shard its share. The last, smaller batch is cut so that every shard gets the same number
-    of samples, and left out if that would be a single one (BatchNorm needs two).
+    Epoch e shuffles all samples with (seed, e), the same on every rank. A step takes the next ranks·batch_size
+    of them, and each shard its share; `ranks` is the number of shards unless several ranks read the same one. The
+    last, smaller batch is cut so that every rank gets the same number of samples, and left out if that would be a
+    single one (BatchNorm needs two). So the batches depend on the number of ranks, and not on that of shards.
+
+    `epoch` is the number of epochs that are over, `batch` the number of batches given out in the present one.
     """
 
     def __init__(
-        self, dataset: Dataset[Any], shard: Shard, batch_size: int, *, seed: int = 0, num_workers: int = 0
+        self,
+        dataset: Dataset[Any],
+        shard: Shard,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        num_workers: int = 0,
+        ranks: int | None = None,
     ) -> None:
         if not isinstance(shard, Shard):
             raise UsageError(
@@ -42,14 +62,17 @@ class Loader:
             raise UsageError(f"batch_size={batch_size}; possible: 1 or more")
         self.dataset = dataset
         self.shard = shard
+        self.ranks = ranks or shard.count
         self.batch_size = batch_size
         self.seed = seed
         self.num_workers = num_workers
         self.epoch = 0
+        self.batch = 0
+        self._begun = False  # iterating now would leave the present epoch for the next one
         self.num_samples = num_samples(dataset, "the dataset")
-        if self.num_samples < shard.count:
+        if self.num_samples < self.ranks:
             raise UsageError(
-                f"{self.num_samples} samples cannot be shared by {shard.count} ranks; "
+                f"{self.num_samples} samples cannot be shared by {self.ranks} ranks; "
                 f"use at most {self.num_samples} ranks or more data"
             )
 
@@ -59,32 +82,73 @@ class Loader:
         return full + (tail > 0)
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, self.epoch = self.epoch, self.epoch + 1
-        return self.batches(epoch)
+        """The next epoch; after `load_state_dict`, what is left of the one that was saved."""
+        if self._begun:
+            self.end_epoch(self.epoch)
+        self._begun = True
+        return self._counted(self.epoch)
+
+    def _counted(self, epoch: int) -> Iterator[Any]:
+        for number, batch in enumerate(self.batches(epoch, self.batch), self.batch + 1):
+            if self.epoch == epoch:
+                self.batch = number
+            yield batch
+        self.end_epoch(epoch)
+
+    def end_epoch(self, epoch: int) -> None:
+        """Leave an epoch for the next one, whatever is left of it; does nothing if that has happened."""
+        if self.epoch == epoch:
+            self.epoch, self.batch, self._begun = epoch + 1, 0, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data: save it with the trainer's state."""
+        return {**self._identity(), "epoch": self.epoch, "batch": self.batch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the batch that was given out last; refused if the state is of other data."""
+        for what, here in self._identity().items():
+            if state.get(what) != here:
+                raise UsageError(
+                    f"the loader's state has {what} {state.get(what)}, this loader has {here}; make it as it was made"
+                )
+        self.epoch, self.batch, self._begun = state["epoch"], state["batch"], False
+
+    def _identity(self) -> dict[str, Any]:
+        shard = f"{self.shard.index} of {self.shard.count}"
+        return {
+            "samples": self.num_samples,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "shard": shard,
+            "ranks": self.ranks,
+        }
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """The batches of an epoch, from batch `start` on."""
-        return fetch(self.dataset, self.indices(epoch)[start:], self.num_workers)
+        seed = mix(self.seed, epoch, self.shard.index)
+        return fetch(self.dataset, self.indices(epoch)[start:], self.num_workers, seed)
 
     def indices(self, epoch: int) -> list[Tensor]:
         """The sample numbers of each batch of an epoch."""
         generator = torch.Generator().manual_seed(mix(self.seed, epoch))
         order = torch.randperm(self.num_samples, generator=generator)
         full, tail = self._sizes()
-        sizes = [self.batch_size * self.shard.count] * full + [tail * self.shard.count] * (tail > 0)
+        sizes = [self.batch_size * self.ranks] * full + [tail * self.ranks] * (tail > 0)
         return [part[self.shard.index :: self.shard.count] for part in order[: sum(sizes)].split(sizes)]
 
     def _sizes(self) -> tuple[int, int]:
-        """Full batches in an epoch, and samples per shard in the last, smaller one."""
-        full, rest = divmod(self.num_samples, self.batch_size * self.shard.count)
-        tail = rest // self.shard.count
+        """Full batches in an epoch, and samples per rank in the last, smaller one."""
+        full, rest = divmod(self.num_samples, self.batch_size * self.ranks)
+        tail = rest // self.ranks
         return full, 0 if tail == 1 and full else tail
 
 
 def loader(dataset: Dataset[Any], shard: Shard, batch_size: int, *, seed: int = 0, num_workers: int = 0) -> Loader:
     """The batches that a rank should train on; iterate once per epoch.
 
-    `batch_size` is per rank. Any map-style dataset will do; a TensorDataset is indexed whole batches at a time.
+    `batch_size` is per shard: per rank, or, where several ranks read the same samples, for those together. Any
+    map-style dataset will do; a TensorDataset is indexed whole batches at a time. The loader's `state_dict` is the
+    position in the data.
 
     >>> import torch
     >>> data = torch.utils.data.TensorDataset(torch.arange(10.0), torch.arange(10))
@@ -92,17 +156,6 @@ def loader(dataset: Dataset[Any], shard: Shard, batch_size: int, *, seed: int = 
     [2, 2]
     """
     return Loader(dataset, shard, batch_size, seed=seed, num_workers=num_workers)
-
-
-def check_batch(batch: Any) -> None:
-    """Raise UsageError unless a batch is inputs and targets."""
-    if isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch):
-        return
-    what = f"{type(batch).__name__} of {len(batch)}" if hasattr(batch, "__len__") else type(batch).__name__
-    raise UsageError(
-        f"a batch is (inputs, targets), two tensors, and this is {what}; give trainer.step((inputs, targets)). Several "
-        "inputs go into one tensor, which the model takes apart"
-    )
 
 
 def num_samples(dataset: Any, what: str) -> int:
@@ -116,12 +169,16 @@ def num_samples(dataset: Any, what: str) -> int:
     return len(dataset)
 
 
-def fetch(dataset: Dataset[Any], batches: Sequence[Tensor], num_workers: int = 0) -> Iterator[Any]:
-    """The samples with the given numbers, batch by batch; from a TensorDataset, whole batches at a time."""
+def fetch(dataset: Dataset[Any], batches: Sequence[Tensor], num_workers: int = 0, seed: int = 0) -> Iterator[Any]:
+    """The samples with the given numbers, batch by batch; from a TensorDataset, whole batches at a time.
+
+    `seed` is that of worker processes. Without one, torch would draw it from the random numbers of the training.
+    """
     if isinstance(dataset, TensorDataset):
         return (dataset[numbers] for numbers in batches)
     order = [numbers.tolist() for numbers in batches]
-    return iter(DataLoader(dataset, batch_sampler=order, num_workers=num_workers))
+    generator = torch.Generator().manual_seed(seed)
+    return iter(DataLoader(dataset, batch_sampler=order, num_workers=num_workers, generator=generator))
 
 
 def mix(*numbers: int) -> int:

@@ -54,6 +54,10 @@ class Display:
             with suppress(OSError):  # the terminal may be gone
                 live.stop()
 
+    def add(self, jobs: list[Job]) -> None:
+        """More runs are to be done than there were at first."""
+        self.jobs, self.results = [*self.jobs, *jobs], self.read()
+
     def begin(self, job: Job) -> None:
         """A run begins."""
         self.news.unlink(missing_ok=True)

@@ -20,8 +20,9 @@ DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
 ]  # fmt: skip
-LABEL_NUMBERS = 8  # dtype, number of dimensions, and up to six of them
-BLANK = torch.tensor([0, -1, 0, 0, 0, 0, 0, 0])  # the label of nothing
+MAX_DIMENSIONS = 6
+LABEL_NUMBERS = MAX_DIMENSIONS + 3  # what it is about, dtype, number of dimensions, and the dimensions
+BLANK = torch.tensor([0, 0, -1] + [0] * MAX_DIMENSIONS)  # the label of nothing
 
 
 class Outbox:
@@ -32,12 +33,15 @@ class Outbox:
         self.under_way: deque[list[Pending]] = deque()
         self.awaited = 0  # messages that the receiver has made room for already
 
-    def put(self, tensor: Tensor, more: int = 0) -> None:
-        """Send a tensor; it may change afterwards. The receiver is told the same of how many will follow."""
+    def put(self, tensor: Tensor, more: int = 0, about: int = 0) -> None:
+        """Send a tensor; it may change afterwards. The receiver gives the same `more`: how many will follow.
+
+        `about` is a number that the receiver can check, as a fingerprint of the batch that the tensor is of.
+        """
         with named(self.comm, self.to):
             while len(self.under_way) >= self.room:
                 self._wait_for_oldest()
-            parts = [label(tensor), pack(tensor, self.wire)]
+            parts = [label(tensor, about), pack(tensor, self.wire)]
             self.under_way.append([self.comm.start_send(part, self.to) for part in parts])
         self.awaited = min(self.room, more) if self.comm.talks_beside else 0
 
@@ -68,7 +72,7 @@ class Inbox:
 
     def __init__(self, comm: Comm, source: int, room: int, device: torch.device, wire: Wire = "exact") -> None:
         self.comm, self.source, self.room, self.device, self.wire = comm, source, room, device, wire
-        self.coming: deque[Background[Tensor]] = deque()
+        self.coming: deque[Background[tuple[int, Tensor]]] = deque()
 
     def end(self) -> None:
         """Wait for the empty messages that stand for those which will not come."""
@@ -76,34 +80,37 @@ class Inbox:
             while self.coming:
                 self.coming.popleft().wait()
 
-    def take(self, more: int = 0) -> Tensor:
-        """The next tensor. At least `more` are known to come after it: only those are received ahead of need."""
+    def take(self, more: int = 0) -> tuple[int, Tensor]:
+        """What the next tensor is about, and the tensor.
+
+        At least `more` are known to come after it: only those are received ahead of need.
+        """
         with named(self.comm, self.source):
-            tensor = self.coming.popleft().wait() if self.coming else self._receive()
+            about, tensor = self.coming.popleft().wait() if self.coming else self._receive()
             if tensor.is_cuda:  # its memory is of the other thread's stream, which must not have it back too early
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
             while self.comm.talks_beside and len(self.coming) < min(self.room, more):
                 self.coming.append(self.comm.in_background(self._receive, self.device))
-            return tensor
+            return about, tensor
 
-    def _receive(self) -> Tensor:
-        code, ndim, *sizes = self.comm.recv(torch.zeros(LABEL_NUMBERS, dtype=torch.int64), self.source).tolist()
+    def _receive(self) -> tuple[int, Tensor]:
+        about, code, ndim, *sizes = self.comm.recv(torch.zeros(LABEL_NUMBERS, dtype=torch.int64), self.source).tolist()
         shape, dtype = sizes[:ndim], DTYPES[code]
         if ndim < 0:
-            return torch.empty(0)
+            return about, torch.empty(0)
         room = torch.empty(packed_bytes(shape, dtype, self.wire), dtype=torch.uint8, device=self.device)
-        return unpack(self.comm.recv(room, self.source), shape, dtype, self.wire)
+        return about, unpack(self.comm.recv(room, self.source), shape, dtype, self.wire)
 
 
-def label(tensor: Tensor) -> Tensor:
-    """What a tensor's receiver must know beforehand: its type and shape.
+def label(tensor: Tensor, about: int = 0) -> Tensor:
+    """What a tensor's receiver must know beforehand: what it is about, its type and its shape.
 
-    >>> label(torch.zeros(2, 3)).tolist()
-    [0, 2, 2, 3, 0, 0, 0, 0]
+    >>> label(torch.zeros(2, 3), about=7).tolist()
+    [7, 0, 2, 2, 3, 0, 0, 0, 0]
     """
-    if tensor.dtype not in DTYPES or tensor.ndim > LABEL_NUMBERS - 2:
+    if tensor.dtype not in DTYPES or tensor.ndim > MAX_DIMENSIONS:
         raise UsageError(f"blocks cannot pass on {tensor.dtype} of {tensor.ndim} dimensions; at most six are possible")
-    numbers = [DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
+    numbers = [about, DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
     return torch.tensor(numbers + [0] * (LABEL_NUMBERS - len(numbers)))
 
 

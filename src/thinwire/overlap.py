@@ -9,7 +9,7 @@ change, so it does not.
 # No `from __future__ import annotations` here: DDP inspects the annotations of its hook.
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -22,9 +22,10 @@ from thinwire import kernels
 from thinwire.comm.background import so_far
 from thinwire.comm.base import Comm
 from thinwire.comm.process import GradBucket, ProcessComm
+from thinwire.dtypes import refuse_sparse
 from thinwire.errors import RunError, UsageError
 from thinwire.progress import say
-from thinwire.reducers.base import Named, Reduced, Reducer, State
+from thinwire.reducers.base import Named, Reduced, Reducer, State, on_reals
 
 FIRST_PARCEL_BYTES = 2**20  # small, so that the wire is busy early in the backward pass
 DDP_BUCKET_MB = 25  # DDP's own size; only when it is left alone does its first bucket stay small too
@@ -103,10 +104,10 @@ class Afterwards:
         self.forward = model
         self.error: BaseException | None = None
         self.comm = comm
-        self.reducer = reducer
+        self.reducer = on_reals(reducer)
         self.parameters = dict(model.named_parameters())
         self.parcels = parcels(self.parameters, parcel_mb)
-        self.states = [reducer.init({n: self.parameters[n] for n in names}) for names in self.parcels]
+        self.states = [self.reducer.init({n: self.parameters[n] for n in names}) for names in self.parcels]
         self.unused_parameters = unused_parameters
 
     def accumulating(self) -> AbstractContextManager[Any]:
@@ -115,7 +116,7 @@ class Afterwards:
     def finish(self) -> None:
         used = self._used()
         for i, names in enumerate(self.parcels):
-            gradients = {n: self._gradient(self.parameters[n]) for n in names}
+            gradients = {n: self._gradient(n) for n in names}
             reduced = self.reducer.reduce(gradients, self.states[i], self.comm)
             self.states[i] = reduced.state
             for name in names:
@@ -133,8 +134,9 @@ class Afterwards:
         )
         return {name for name, used in zip(names, anywhere.tolist(), strict=True) if used}
 
-    @staticmethod
-    def _gradient(parameter: nn.Parameter) -> Tensor:
+    def _gradient(self, name: str) -> Tensor:
+        parameter = self.parameters[name]
+        refuse_sparse(parameter.grad, name)
         return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
@@ -171,7 +173,7 @@ class Overlapped:
         in_own_loop: bool = False,  # nobody calls `finish`, or looks at `error`
     ) -> None:
         self.comm = comm
-        self.reducer = reducer
+        self.reducer = on_reals(reducer)
         self.forward = ddp
         self.scale = scale
         self.in_own_loop = in_own_loop
@@ -181,7 +183,7 @@ class Overlapped:
         self.parameters = {n: p for n, p in trained.items() if n not in ddp.parameters_to_ignore}
         self.names = {id(p): n for n, p in self.parameters.items()}
         self.parcels = parcels(self.parameters, parcel_mb)
-        self.states = [reducer.init({n: self.parameters[n] for n in names}) for names in self.parcels]
+        self.states = [self.reducer.init({n: self.parameters[n] for n in names}) for names in self.parcels]
         self.error: BaseException | None = None
         self._num_handed = 0
         self._handed = 0.0  # when the last gradients were
@@ -223,8 +225,7 @@ class Overlapped:
         future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
         ready = so_far(buffer.device)
         self._ready, self._handed = ready, time.perf_counter()
-        pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
-        gradients = {self.names[id(parameter)]: gradient for parameter, gradient in pairs}
+        gradients = {self.names[id(parameter)]: gradient for parameter, gradient in _gradients(bucket)}
         self._num_handed += len(gradients)
         waiting = _Bucket(buffer, frozenset(gradients), future)
         self.comm.thread.submit(lambda: self._arrive(waiting, gradients, ready))
@@ -295,6 +296,21 @@ class Overlapped:
             self._waiting.remove(bucket)
             self._reduced -= bucket.names
             bucket.future.set_result(bucket.buffer)
+
+
+def _gradients(bucket: GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
+    """A bucket's parameters, and their gradients where they lie in its buffer.
+
+    As DDP lays them out, and not as its `gradients` gives them: that reads complex ones, which lie there as pairs, from
+    half of their place, and the elements of dense tensors that are not contiguous in another order.
+    """
+    flat, parameters = bucket.buffer(), bucket.parameters()
+    if parameters[0].is_complex():
+        flat = torch.view_as_complex(flat.view(-1, 2))
+    for part, parameter in zip(flat.split([p.numel() for p in parameters]), parameters, strict=True):
+        shape, stride = parameter.shape, parameter.stride()
+        strided = not parameter.is_contiguous() and torch.empty_like(parameter, device="meta").stride() == stride
+        yield parameter, part.as_strided(shape, stride) if strided else part.view(shape)
 
 
 def _hook(exchange: "weakref.ref[Overlapped]", bucket: GradBucket) -> Future[Tensor]:

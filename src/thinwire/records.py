@@ -9,13 +9,26 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from thinwire.config import RunConfig, make_config, read_toml
 from thinwire.errors import RunError, UsageError
+
+LINKS = ("inside", "between")  # nodes
+TRAINING = ("train", "sync")  # purposes of the ledger; the others are start, eval and checkpoint
+Sent = dict[str, dict[str, int]]  # bytes of all ranks by purpose, then inside and between nodes
+
+
+def bytes_of(sent: Sent, purposes: Collection[str] | None = None, links: Collection[str] = LINKS) -> int:
+    """The bytes for some purposes, by default all of them, on some links.
+
+    >>> bytes_of({"train": {"inside": 1, "between": 2}, "eval": {"inside": 4, "between": 8}}, TRAINING)
+    3
+    """
+    return sum(sent[purpose][link] for purpose in sent if purposes is None or purpose in purposes for link in links)
 
 
 @contextmanager
@@ -123,13 +136,19 @@ class RunFolder:
         except OSError as error:
             raise RunError(f"cannot write {file}: {error.strerror}; free some space and --resume") from error
 
+    def append_ledger(self, where: dict[str, Any], ledgers: list[list[dict[str, Any]]], final: bool = False) -> None:
+        """Add the totals of all ranks: after an epoch, or the final ones, which add up to the summary."""
+        where = {**where, "final": True} if final else where
+        rows = [{**where, "rank": rank, **line} for rank, ledger in enumerate(ledgers) for line in ledger]
+        self.append(self.ledger, rows)
+
     def save_timeline(self, rows: list[dict[str, Any]]) -> None:
         write_text(self.timeline, "".join(json.dumps(row) + "\n" for row in rows))
 
     def forget_after(self, step: int) -> None:
-        """Drop the lines of steps that a resumed run will do again."""
+        """Drop the lines of steps that a resumed run will do again, and the final ones: it will end once more."""
         for file in (self.metrics, self.ledger):
-            kept = [row for row in read_rows(file) if row["step"] <= step]
+            kept = [row for row in read_rows(file) if row["step"] <= step and not row.get("final")]
             write_text(file, "".join(json.dumps(row) + "\n" for row in kept))
 
     def save_summary(self, summary: dict[str, Any]) -> None:

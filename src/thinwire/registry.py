@@ -24,6 +24,7 @@ from thinwire.spec import Spec, parse
 TABLE: dict[str, dict[str, str]] = {
     "strategies": {
         "data_parallel": "thinwire.strategies.data_parallel:DataParallel",
+        "alone": "thinwire.strategies.alone:Alone",
         "local_sgd": "thinwire.strategies.local_sgd:LocalSGD",
         "diloco": "thinwire.strategies.local_sgd:DiLoCo",
         "daso": "thinwire.strategies.daso:DASO",

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch.distributed import HashStore, Store
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from thinwire.comm.joining import loopback_store
+from thinwire.comm.meeting import loopback_store
 from thinwire.comm.world import DEFAULT_PORT
 from thinwire.errors import RunError, UsageError
 

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from thinwire.errors import UsageError
-from thinwire.records import RunFolder, read_rows
+from thinwire.records import TRAINING, RunFolder, bytes_of, read_rows
 
 FORMAT = 1  # of compare.json and results.json
 NEEDED = (
-    "task", "strategy", "ranks", "nodes", "link", "link_state", "link_measured", "seed", "epochs", "seconds",
-    "train_seconds", "metric", "value", "best", "wire_bytes_per_rank", "wire_bytes_by_link", "kernel_bytes_by_link",
-    "waiting_share", "samples_per_second", "peak_memory_bytes", "versions",
+    "task", "strategy", "ranks", "nodes", "link", "link_state", "link_measured", "seed", "epochs", "steps", "samples",
+    "seconds", "train_seconds", "metric", "value", "best", "wire_bytes_per_rank", "wire_bytes_by_link",
+    "wire_bytes_by_purpose", "kernel_bytes_by_link", "waiting_share", "samples_per_second", "peak_memory_bytes",
+    "versions",
 )  # fmt: skip
 
 
@@ -41,7 +41,6 @@ class Record:
     folder: Path
     summary: dict[str, Any] | None
     metrics: list[dict[str, Any]]
-    ledger: list[dict[str, Any]]
     timeline: list[dict[str, Any]]
     error: str | None = None
 
@@ -92,6 +91,31 @@ class Results:
         """The summary of some finished run: task, ranks, link and versions are the same for all."""
         return next((r.summary for entry in self.entries for r in entry.finished), None)
 
+    @property
+    def metric(self) -> str:
+        """What the strategies are compared by."""
+        return str(self.example["metric"]) if self.example else "accuracy"
+
+    @property
+    def sign(self) -> int:
+        """+1 where more of the metric is better, −1 where less is."""
+        return better(self.metric)
+
+    @property
+    def shares_link(self) -> bool:
+        """Do ranks of a node share its link? Then bytes between nodes are what a strategy costs."""
+        return any(r.summary["nodes"] > 1 for entry in self.entries for r in entry.finished if r.summary)
+
+    @property
+    def cost(self) -> Callable[[dict[str, Any]], float]:
+        """The bytes that training took, of a summary: between nodes by all ranks, or on one node by a rank."""
+        return sent(TRAINING, "between") if self.shares_link else sent(TRAINING)
+
+
+def better(metric: str) -> int:
+    """+1 where more of a metric is better, −1 where less is."""
+    return 1 if metric == "accuracy" else -1
+
 
 def spread(values: list[float]) -> Spread | None:
     """Mean and sample standard deviation.
@@ -104,41 +128,21 @@ def spread(values: list[float]) -> Spread | None:
     return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, values)
 
 
-def as_json(results: Results) -> dict[str, Any]:
-    """results.json: the settings that all runs share, and each strategy's figures over its seeds."""
-    example = results.example or {}
-    shared = ("task", "model", "metric", "ranks", "nodes", "link", "versions")
-    figures = (
-        "value", "best", "seconds", "train_seconds", "samples_per_second", "waiting_share", "wire_bytes_per_rank",
-        "kernel_bytes_per_rank", "peak_memory_bytes",
-    )  # fmt: skip
-    strategies = []
-    for entry in results.entries:
-        row: dict[str, Any] = {"strategy": entry.spec, "seeds": [record.seed for record in entry.finished]}
-        for name in ("link_state", "link_measured", "epochs"):  # of each seed
-            row[name] = [record.summary[name] for record in entry.finished if record.summary]
-        row |= {name: _spread(entry.spread(name)) for name in figures}
-        for who, link in itertools.product(("wire", "kernel"), ("inside", "between")):
-            row[f"{who}_bytes_{link}"] = _spread(entry.spread(on_link(who, link)))
-        if results.target is not None:
-            row["seconds_to_target"] = _spread(entry.seconds_to(results.target))
-        strategies.append({**row, "errors": entry.errors})
-    return {
-        "format": FORMAT,
-        "command": results.command,
-        "target": results.target,
-        **{name: example.get(name) for name in shared},
-        "strategies": strategies,
-    }
-
-
-def _spread(spread: Spread | None) -> dict[str, Any] | None:
-    return spread._asdict() if spread is not None else None
-
-
 def on_link(who: str, link: str) -> Callable[[dict[str, Any]], float | None]:
     """The bytes inside or between nodes, by the ledger ("wire") or the kernel, of a summary that has them."""
     return lambda summary: (summary[f"{who}_bytes_by_link"] or {}).get(link)
+
+
+def sent(purposes: Collection[str] | None = None, link: str | None = None) -> Callable[[dict[str, Any]], float]:
+    """The bytes of a summary for some purposes (default: all): of all ranks on a link, or without one of a rank."""
+
+    def pick(summary: dict[str, Any]) -> float:
+        by_purpose = summary["wire_bytes_by_purpose"]
+        if link is not None:
+            return bytes_of(by_purpose, purposes, (link,))
+        return round(bytes_of(by_purpose, purposes) / int(summary["ranks"]))
+
+    return pick
 
 
 def read_results(folder: Path) -> Results:
@@ -163,8 +167,8 @@ def read_results(folder: Path) -> Results:
 def read_record(run: RunFolder, seed: int, error: str | None = None) -> Record:
     """One run as it stands."""
     summary = read_summary(run.summary) if run.summary.exists() else None
-    metrics, ledger, timeline = (read_rows(file) for file in (run.metrics, run.ledger, run.timeline))
-    return Record(seed, run.path, summary, metrics, ledger, timeline, None if summary else error)
+    metrics, timeline = (read_rows(file) for file in (run.metrics, run.timeline))
+    return Record(seed, run.path, summary, metrics, timeline, None if summary else error)
 
 
 def read_summary(path: Path) -> dict[str, Any]:

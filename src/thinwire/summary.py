@@ -15,6 +15,7 @@ from thinwire.comm.base import num_bytes
 from thinwire.config import RunConfig
 from thinwire.meters import add_up
 from thinwire.network import LinkReport
+from thinwire.records import LINKS, Sent, bytes_of
 from thinwire.tasks.base import Task
 
 
@@ -32,9 +33,7 @@ def summarise(
     everyone: list[dict[str, Any]], nodes: int, device: torch.device,
 ) -> dict[str, Any]:  # fmt: skip
     """The summary of a run. `everyone` has what each rank knows of itself."""
-    rows = [row for one in everyone for row in one["ledger"]]
-    total = sum(row["wire_bytes"] for row in rows)
-    between = sum(row["between_bytes"] for row in rows)
+    sent = sent_by_purpose(everyone)
     kernel = add_up([one["kernel"] for one in everyone])
     measured = {"rate_mbit": link.rate_mbit, "latency_ms": link.latency_ms} if link.rate_mbit is not None else None
     ranks = len(everyone)
@@ -50,6 +49,7 @@ def summarise(
         "seed": config.seed,
         "epochs": epochs,
         "steps": steps,
+        "samples": samples,
         "seconds": seconds,
         "train_seconds": train_seconds,
         "metric": task.metric,
@@ -57,8 +57,9 @@ def summarise(
         "best": best,
         "samples_per_second": samples / train_seconds if train_seconds else 0.0,
         "waiting_share": sum(one["waiting_seconds"] / max(one["train_seconds"], 1e-9) for one in everyone) / ranks,
-        "wire_bytes_per_rank": round(total / ranks),
-        "wire_bytes_by_link": {"inside": total - between, "between": between},
+        "wire_bytes_per_rank": round(bytes_of(sent) / ranks),
+        "wire_bytes_by_link": {link: bytes_of(sent, links=(link,)) for link in LINKS},
+        "wire_bytes_by_purpose": sent,
         "kernel_bytes_per_rank": round(sum(kernel.values()) / ranks) if kernel else None,
         "kernel_bytes_by_link": kernel,
         "parameters": parameters,
@@ -71,6 +72,16 @@ def summarise(
         "peak_memory_bytes": max(one["peak_memory_bytes"] for one in everyone),
         "versions": versions(device),
     }
+
+
+def sent_by_purpose(everyone: list[dict[str, Any]]) -> Sent:
+    """What all ranks sent, from their ledgers; every other total is a sum of these."""
+    sent: Sent = {}
+    for row in (row for one in everyone for row in one["ledger"]):
+        part = sent.setdefault(row["purpose"], dict.fromkeys(LINKS, 0))
+        part["between"] += row["between_bytes"]
+        part["inside"] += row["wire_bytes"] - row["between_bytes"]
+    return sent
 
 
 def _about(small: Small, whole: nn.Module) -> dict[str, Any]:

@@ -10,13 +10,15 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from thinwire.results import Entry, Figure, Results, Spread, on_link
+from thinwire.records import TRAINING, bytes_of
+from thinwire.results import Entry, Figure, Results, Spread, on_link, sent
+from thinwire.verdicts import baselines, is_unequal, remarks, speed, times, verdicts
 
 NAME_WIDTH = 18  # that a strategy's name needs at least
 
 
-def result_table(summary: dict[str, Any], rows: list[dict[str, Any]]) -> Group:
-    """The end of a run: what it reached, and what each purpose sent in what time."""
+def result_table(summary: dict[str, Any], ledgers: list[list[dict[str, Any]]]) -> Group:
+    """The end of a run: what it reached, and what all ranks together sent for each purpose."""
     value = show(summary["value"], summary["metric"])
     ranks = f"{summary['ranks']} rank{'s' * (summary['ranks'] != 1)}"
     title = f"{summary['task']} · {summary['strategy']} · {ranks} · {summary['metric']} {value}"
@@ -26,7 +28,7 @@ def result_table(summary: dict[str, Any], rows: list[dict[str, Any]]) -> Group:
         f"{clock(summary['seconds'])} in all, {clock(summary['train_seconds'])} of it training, "
         f"{100 * summary['waiting_share']:.0f} % of that waiting for the network; "
         f"{summary['parameters']:,} parameters\n{_factored_line(summary)}{_blocks_line(summary)}"
-        f"a rank sent {size(summary['wire_bytes_per_rank'])} on average; the rows are rank 0's"
+        f"{_sent_line(summary)}"
     )
     if summary["nodes"] > 1 or summary["link"]:
         words += f"\n{network_line(summary)}"
@@ -34,10 +36,29 @@ def result_table(summary: dict[str, Any], rows: list[dict[str, Any]]) -> Group:
         table.add_column(heading, no_wrap=True)
     for heading in ("ranks", "calls", "payload", "wire", "time"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for row in sorted(rows, key=lambda row: -row["wire_bytes"]):
+    for row in sorted(_added_up(ledgers), key=lambda row: -row["wire_bytes"]):
         numbers = (f"{row['calls']:,}", size(row["payload_bytes"]), size(row["wire_bytes"]), clock(row["seconds"]))
         table.add_row(row["purpose"], row["link"], row["op"], str(row["ranks"]), *numbers)
     return Group(Text(title, style="italic"), table, Text(words))
+
+
+def _added_up(ledgers: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The ledgers of all ranks as one; its times are those of the rank that took longest."""
+    lines: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in (row for ledger in ledgers for row in ledger):
+        key = tuple(row[name] for name in ("purpose", "link", "op", "ranks"))
+        line = lines.setdefault(key, {**row, "calls": 0, "payload_bytes": 0, "wire_bytes": 0, "seconds": 0.0})
+        for name in ("calls", "payload_bytes", "wire_bytes"):
+            line[name] += row[name]
+        line["seconds"] = max(line["seconds"], row["seconds"])
+    return list(lines.values())
+
+
+def _sent_line(summary: dict[str, Any]) -> str:
+    sent, ranks = summary["wire_bytes_by_purpose"], summary["ranks"]
+    total, training = bytes_of(sent), bytes_of(sent, TRAINING)
+    words = f"sent {size(total)} by all ranks, {size(training)} of it in training"
+    return f"{words}; {size(total / ranks)} by a rank on average; times are of the slowest" if ranks > 1 else words
 
 
 def _factored_line(summary: dict[str, Any]) -> str:
@@ -140,11 +161,10 @@ def clock(seconds: float) -> str:
 def comparison_table(results: Results, width: int, states: dict[str, str] | None = None) -> Table:
     """A row for each strategy, with as many figures as there is room for, the most telling first.
 
-    `states` says how far each strategy is, while the comparison goes on. `between` is what all ranks together sent from
-    node to node, by the ledger; `kernel` the same by its witness.
+    `states` says how far each strategy is, while the comparison goes on. Bytes are those between nodes, by all ranks,
+    or on one node those of a rank; `kernel` is what its witness counted between nodes, to hold against "sent in all".
     """
-    metric = (results.example or {}).get("metric", "accuracy")
-    columns = _columns(metric, results.target)
+    columns = _columns(results)
     if states is not None:
         columns = {"progress": lambda entry: states[entry.spec], **columns}
     cells = {name: [cell(entry) for entry in results.entries] for name, cell in columns.items()}
@@ -161,8 +181,9 @@ def comparison_table(results: Results, width: int, states: dict[str, str] | None
     return table
 
 
-def _columns(metric: str, target: float | None) -> dict[str, Callable[[Entry], str]]:
+def _columns(results: Results) -> dict[str, Callable[[Entry], str]]:
     """What a column says of a strategy."""
+    metric, target = results.metric, results.target
 
     def value(number: float) -> str:
         return show(number, metric)
@@ -170,14 +191,23 @@ def _columns(metric: str, target: float | None) -> dict[str, Callable[[Entry], s
     def mean(figure: Figure, words: Callable[[float], str]) -> Callable[[Entry], str]:
         return lambda entry: words(found.mean) if (found := entry.spread(figure)) else "–"
 
+    def against(baseline: Entry) -> Callable[[Entry], str]:
+        return lambda entry: times(factor) if (factor := speed(entry, baseline)) else "–"
+
+    measures = {baseline.spec: baseline for baseline in baselines(results)}
+    counts = {"updates": "steps", "samples": "samples"}
+    work = {name: mean(key, "{:,.0f}".format) for name, key in counts.items() if is_unequal(results, key)}
     return {
         metric: lambda entry: with_spread(entry.spread("value"), value) if entry.finished else _unfinished(entry),
         "training": mean("train_seconds", clock),
+        **{f"× {spec}": against(baseline) for spec, baseline in measures.items() if spec == "data_parallel"},
+        "sent in training": mean(results.cost, size),
+        **{f"× {spec}": against(baseline) for spec, baseline in measures.items() if spec != "data_parallel"},
         **({f"to {target:g}": lambda entry: to_target(entry, target)} if target is not None else {}),
-        "sent/rank": mean("wire_bytes_per_rank", size),
-        "between": mean(on_link("wire", "between"), size),
         "waiting": mean("waiting_share", lambda share: f"{100 * share:.0f} %"),
+        **work,
         "best": mean("best", value),
+        "sent in all": mean(sent(link="between" if results.shares_link else None), size),
         "kernel": mean(on_link("kernel", "between"), size),
         "samples/s": mean("samples_per_second", lambda rate: f"{rate:,.0f}"),
         "memory": mean("peak_memory_bytes", size),
@@ -186,6 +216,14 @@ def _columns(metric: str, target: float | None) -> dict[str, Callable[[Entry], s
 
 def _unfinished(entry: Entry) -> str:
     return "failed" if entry.errors else "–"
+
+
+def comparison_lines(results: Results) -> list[str]:
+    """What is said below the table: a verdict on each strategy, what is unfair, which bytes, the network."""
+    judged = [f"{results.entries[i].spec}: {words}" for i, words in verdicts(results).items()]
+    where = "between nodes, by all ranks together" if results.shares_link else "by a rank on average"
+    sent = f"sent: {where}; in training, and in all with start, evaluation and checkpoints"
+    return [line for line in (*judged, *remarks(results), sent, comparison_caption(results)) if line]
 
 
 def comparison_caption(results: Results) -> str:

@@ -26,10 +26,11 @@ from thinwire.evaluation import evaluate
 from thinwire.meters import Meters
 from thinwire.network import LinkReport
 from thinwire.progress import Progress, Reported, Shown, Silent
-from thinwire.records import RunFolder
+from thinwire.records import TRAINING, RunFolder, bytes_of
 from thinwire.startup import agree, choose_device, fingerprint, open_folder, seed_everything, with_defaults
-from thinwire.strategies.base import CHECK_EVERY_STEPS, Recipe, Strategy, not_finite
-from thinwire.summary import Small, count, summarise
+from thinwire.strategies.base import Strategy
+from thinwire.strategies.learner import CHECK_EVERY_STEPS, Recipe, not_finite
+from thinwire.summary import Small, count, sent_by_purpose, summarise
 from thinwire.tables import result_table
 from thinwire.tasks.base import load_task
 
@@ -94,7 +95,8 @@ class Run:
         self.num_parameters = count(model)
         self.strategy = self._strategy(model)
         self.batch_size = self._get("batch_size")
-        self.loader = Loader(self.task.train, self.strategy.shard, self.batch_size, seed=config.seed)
+        shard = self.strategy.shard
+        self.loader = Loader(self.task.train, shard, self.batch_size, seed=config.seed, ranks=comm.size)
         self.num_steps = self._get("epochs") * len(self.loader)
         seed_everything(mix(config.seed, comm.rank))  # dropout differs between ranks
         self.folder = open_folder(config, comm)
@@ -102,6 +104,7 @@ class Run:
             **self.config.model_dump(mode="json", exclude=MAY_CHANGE),
             "samples": self.loader.num_samples,
             "weights": fingerprint(model),
+            **({"shards": shard.count} if shard.count < comm.size else {}),  # earlier versions took smaller batches
         }
         self.checkpoints = Checkpoints(self.folder.checkpoints, comm, identity, config.keep, self._warn)
         self.at = Position()
@@ -212,7 +215,7 @@ class Run:
         everyone = self.meters.gather(self.at.train_seconds)
         timeline = self.meters.gather_timeline() if self.at.epoch == 0 else []
         self._advance(epochs_seconds=everyone[0]["train_seconds"])
-        ledgers = [one["ledger"] for one in everyone]
+        sent = sent_by_purpose(everyone)
         where = {"step": self.at.step, "epoch": self.at.epoch + 1}
         row = {
             **where,
@@ -221,22 +224,24 @@ class Run:
             "train_loss": loss_sum / num_seeing,
             **{f"test_{name}": value for name, value in tested.items()},
             "samples_per_second": samples_per_second,
-            "wire_bytes": round(sum(line["wire_bytes"] for ledger in ledgers for line in ledger) / self.comm.size),
+            "wire_bytes": round(bytes_of(sent) / self.comm.size),
+            "training_bytes": round(bytes_of(sent, TRAINING) / self.comm.size),
+            "training_bytes_between": bytes_of(sent, TRAINING, ("between",)),
             "waiting_seconds": sum(one["waiting_seconds"] for one in everyone) / self.comm.size,
             **self.strategy.status(),
         }
         if self.comm.rank == 0:
             self.folder.append(self.folder.metrics, [row])
-            lines = [{**where, "rank": rank, **line} for rank, ledger in enumerate(ledgers) for line in ledger]
-            self.folder.append(self.folder.ledger, lines)
+            self.folder.append_ledger(where, [one["ledger"] for one in everyone])
             if timeline:
                 self.folder.save_timeline(timeline)
         return row
 
     def _finish(self) -> dict[str, Any]:
-        model = self.strategy.to_test()
-        small = self._factored()
-        exits = [Small(exit, self._tested(exit)[self.task.metric]) for exit in self.strategy.exits()]
+        with self.comm.ledger.purpose("eval"):  # training is over
+            model = self.strategy.to_test()
+            small = self._factored()
+            exits = [Small(exit, self._tested(exit)[self.task.metric]) for exit in self.strategy.exits()]
         assert self.at.value is not None
         assert self.at.best is not None
         everyone = self.meters.gather(self.at.train_seconds)
@@ -256,10 +261,12 @@ class Run:
                 checkpoint.save_model(exit.model, self.folder.exit_model(number))
             if small is not None:
                 checkpoint.save_model(small.model, self.folder.factored_model)
+            where = {"step": self.at.step, "epoch": self.at.epoch}
+            self.folder.append_ledger(where, [one["ledger"] for one in everyone], final=True)
             self.folder.save_summary(summary)
             if self.news is None:
                 console = Console()
-                console.print(result_table(summary, everyone[0]["ledger"]))
+                console.print(result_table(summary, [one["ledger"] for one in everyone]))
                 console.print(f"results in {self.folder.path}", highlight=False, soft_wrap=True)
         with self.comm.ledger.purpose("checkpoint"):
             self.comm.barrier()  # nobody leaves before the results are written

@@ -68,6 +68,53 @@ def test_mean_is_the_mean_also_of_views(world: World, ranks: int) -> None:
         torch.testing.assert_close(results[5].double(), expected, rtol=0.05, atol=0.02)
 
 
+def large_halves(comm: Comm) -> list[Tensor]:
+    """Numbers whose sum is more than float16 holds, small ones, and some between."""
+    generator = torch.Generator().manual_seed(comm.rank)
+    between = torch.randn(500, generator=generator).half()
+    return [comm.mean(torch.full((3,), 30_000.0).half()), comm.mean(torch.full((3,), -65504.0).half()), between,
+            comm.mean(between), comm.sum(between)]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_mean_in_float16_does_not_overflow_where_the_sum_would(world: World, ranks: int) -> None:
+    """Plain DDP divides first. Where nothing overflows, it is the sum, divided: bit for bit."""
+    for large, largest, _, mean, total in world(large_halves, ranks):
+        assert torch.equal(large, torch.full((3,), 30_000.0).half())
+        assert torch.equal(largest, torch.full((3,), -65504.0).half())
+        assert torch.equal(mean, total / ranks)
+
+
+def complex_numbers(comm: Comm) -> list[tuple[Tensor, Tensor, Tensor, int]]:
+    found = []
+    for dtype in (torch.complex64, torch.complex128):
+        for shape in [(), (0,), (5,), (3, 4)]:
+            values = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(comm.rank))
+            for tensor in (values, values.conj(), values.mT if len(shape) == 2 else values):
+                before = comm.ledger.wire_bytes
+                total, mean = comm.sum(tensor), comm.mean(tensor)
+                assert total.shape == mean.shape == tensor.shape
+                assert total.dtype == mean.dtype == dtype
+                found.append((tensor.resolve_conj(), total, mean, comm.ledger.wire_bytes - before))
+    for op in (comm.max, comm.min):
+        with pytest.raises(UsageError, match="complex numbers have no order"):
+            op(tensor)
+    return found
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_complex_numbers_are_added_and_averaged_as_pairs_of_reals(world: World, ranks: int) -> None:
+    per_rank = world(complex_numbers, ranks)
+    for cases in zip(*per_rank, strict=True):
+        truth = torch.stack([tensor for tensor, *_ in cases]).sum(0)
+        for tensor, total, mean, sent in cases:
+            assert torch.equal(total, cases[0][1])
+            assert torch.equal(mean, cases[0][2])
+            torch.testing.assert_close(total, truth)
+            torch.testing.assert_close(mean, truth / ranks)
+            assert sent == 2 * all_reduce_bytes(tensor.numel() * tensor.element_size(), ranks)
+
+
 def overlapping_means(comm: Comm) -> tuple[Tensor, Tensor, bool, int]:
     tensor = torch.full((4,), float(comm.rank))
     first = comm.start_mean(tensor)

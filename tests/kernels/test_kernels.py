@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire import kernels, progress
+from thinwire.dtypes import AVERAGED
 from thinwire.errors import UsageError
 from thinwire.kernels import eager, hashing
 
@@ -57,7 +58,7 @@ def test_a_block_with_a_value_that_is_not_finite_is_marked(bad: float) -> None:
     assert kernels.largest(x, 10).isinf().tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", AVERAGED, ids=str)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_one_value_that_is_not_finite_is_found(bad: float, dtype: torch.dtype) -> None:
     for count in (1, 7, 1000):
@@ -144,6 +145,26 @@ def test_zeros_and_tiny_scales_do_no_harm() -> None:
         assert kernels.dequantise(codes, kernels.largest(x, 8), 127, 8).isfinite().all()
 
 
+@pytest.mark.parametrize("size", [1e-44, 1e-40, 1e-38, 1e-37, 3e-37, 2e-36])
+@pytest.mark.parametrize("levels", [1, 7, 31, 127])
+def test_values_too_small_for_a_scale_of_their_own_are_right_on_average_and_nothing_is_lost(
+    levels: int, size: float
+) -> None:
+    """1/1e-40 is no float32, and such values became zeros."""
+    x = torch.linspace(-1, 1, 64).mul_(size).repeat(2000)
+    scales = kernels.largest(x, 64)
+    codes = kernels.quantise(x, scales, levels, 64, key=1)
+    values = kernels.dequantise(codes, scales, levels, 64)
+    assert (values.double() - x.double()).abs().max() <= scales[0].double() / levels * 1.001, "to a neighbour"
+    lost = kernels.lost(x, codes, scales, levels, 64)
+    assert torch.equal(lost, x - values), "what is not sent is kept"
+    step = scales[0].double() / levels
+    off = (values.double() - x.double()).view(2000, 64).mean(0) / step
+    assert off.abs().max() < 5 * 0.5 / 2000**0.5, "five standard errors"
+    nearest = kernels.quantise(x, scales, levels, 64, key=None)
+    assert kernels.lost(x, nearest, scales, levels, 64).abs().max() <= 0.501 * step, "under feedback: the nearest"
+
+
 @pytest.fixture
 def fresh_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     kernels._module.cache_clear()
@@ -187,13 +208,15 @@ import torch
 from thinwire import kernels
 from thinwire.kernels import compiled, eager
 x = torch.randn(4000, 512, generator=torch.Generator().manual_seed(0))
-top, keys = x.abs().amax(1), kernels.rows(4000, 7, x.device)
+x[:8] *= torch.logspace(-45, -31, 8)[:, None]  # denormal numbers too
+top, keys = kernels.largest(x.view(-1), 512), kernels.rows(4000, 7, x.device)
 def both(name, dtype, shape, *args):
     outs = [torch.empty(shape, dtype=dtype) for _ in range(2)]
     getattr(eager, name)(*args, outs[0])
     getattr(compiled, name)(*args, outs[1])
     return outs
 assert torch.equal(*both("largest", torch.float32, 4000, x))
+assert x[0].any() and x[:3].abs().max() < 2**-126
 one, other = both("quantise", torch.int8, x.shape, x, 31 / top, keys, 31)
 assert torch.equal(one, other)
 assert torch.equal(*both("nearest", torch.int8, x.shape, x, 31 / top, 31))

@@ -378,3 +378,21 @@ def test_random_numbers_are_numbers_between_0_and_1_for_every_key() -> None:
         assert numbers.min() >= 0
         assert numbers.max() < 1
         assert numbers.mean() == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["maxnorm", "maxnorm(bits=4)", "maxnorm(bits=2)", "maxnorm(predicted=True)", "maxnorm_multiscale", "terngrad"],
+)
+def test_gradients_near_the_end_of_float32_are_not_taken_for_zero(spec: str) -> None:
+    def run(comm: Comm) -> float:
+        reducer = registry.build("reducers", spec)
+        gradients = {"w": torch.full((4096,), 1e-37)}
+        state, total = reducer.init(gradients), 0.0
+        for _ in range(12):
+            out = reducer.reduce(gradients, state, comm)
+            state, total = out.state, total + out.mean["w"].double().mean().item()
+        return total / 12
+
+    for mean in tw.simulate(run, ranks=2):
+        assert abs(mean / 1e-37 - 1) < 0.1

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import thinwire as tw
 from tests.strategies.test_laws import batches, same, sgd, small_net, steps, trainer, weights
@@ -88,10 +89,18 @@ def test_a_run_goes_through_its_phases(world: World) -> None:
 def learning_rates(comm: Comm) -> list[float]:
     spec = "ab(sync_every=8, warmup=2, rebound=2, climb=4, cutoff=0.7)"
     strategy = ab(comm, spec, schedule=lambda step: 1.0 if step < 12 else 1e-6)
-    rates = []
-    for batch in batches(14, 8):
-        steps(strategy, [batch])
-        rates.append(strategy.learner.optimizer.param_groups[0]["lr"])
+    rates: list[float] = []
+
+    def note(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
+        if optimizer is strategy.learner.optimizer:
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    hook = register_optimizer_step_pre_hook(note)
+    try:
+        for batch in batches(14, 8):
+            steps(strategy, [batch])
+    finally:
+        hook.remove()
     return rates
 
 

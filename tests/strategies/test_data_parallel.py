@@ -22,8 +22,8 @@ from thinwire.reducers.base import Named, Reduced, Reducer, State
 from thinwire.reducers.error_feedback import error_feedback
 from thinwire.reducers.global_randk import global_randk
 from thinwire.reducers.mean import mean
-from thinwire.strategies.base import Recipe
 from thinwire.strategies.data_parallel import DataParallel
+from thinwire.strategies.learner import Recipe
 
 World = Callable[..., list[Any]]
 
@@ -335,23 +335,6 @@ def test_a_ddp_is_not_averaged_a_second_time() -> None:
                 tw.UsageError, match=r"wrapped in Distributed.*give the model in it, model.module, or .*att"
             ):
                 tw.prepare("local_sgd", model=model, optimizer=sgd, loss=nn.functional.cross_entropy, comm=comm)
-
-
-def test_a_batch_of_another_form_is_told() -> None:
-    with tw.join() as comm:
-        ours = trainer(comm, "data_parallel")
-        x, y = batches(1, 8)[0]
-        for batch, given in (
-            ({"x": x, "y": y}, "dict of 2"),
-            (x, "Tensor of 8"),
-            ((x, y, y), "tuple of 3"),
-            (None, "NoneT"),
-        ):
-            with pytest.raises(
-                tw.UsageError, match=rf"a batch is \(inputs, targets\), two tensors, and this is {given}"
-            ):
-                ours.step(batch)
-        assert ours.step([x, y]).isfinite()
 
 
 def test_an_optimizer_in_place_of_its_factory_is_explained() -> None:

@@ -26,6 +26,7 @@ from thinwire.tasks.models.gpt import gpt
 
 World = Callable[..., list[Any]]
 Data = list[tuple[Tensor, Tensor]]
+LABEL_BYTES = 9 * 8  # before each tensor: fingerprint of the targets, type and shape
 
 
 def deep_net(dropout: float = 0.0, seed: int = 0) -> nn.Sequential:
@@ -301,12 +302,12 @@ def test_activations_go_forward_and_nothing_comes_back(world: World, options: st
     pieces = 3 if "micro" in options else 1
     for rows, number in world(sent, 4, f"local_parallel({options})"):
         messages = 5 * pieces
-        assert rows == ([("send", 2 * messages, 5 * z_bytes + 64 * messages)] if number < 3 else [])
+        assert rows == ([("send", 2 * messages, 5 * z_bytes + LABEL_BYTES * messages)] if number < 3 else [])
 
 
 @pytest.mark.parametrize(("overlap", "reduce"), [(2, "sum"), (3, "sum"), (2, "farthest"), (4, "farthest")])
 def test_gradients_come_back_from_a_window_only(world: World, overlap: int, reduce: str) -> None:
-    z = 12 * 16 * 4 + 64
+    z = 12 * 16 * 4 + LABEL_BYTES
     for rows, number in world(sent, 4, f"local_parallel(overlap={overlap}, reduce={reduce})"):
         losses = [
             j
@@ -735,13 +736,15 @@ def test_a_rank_keeps_its_own_block_only(process_world: ProcessWorlds) -> None:
 
 
 def test_activations_under_autocast_travel_as_they_are() -> None:
+    batch = (torch.randn(4, 1, 6, 6), torch.randint(0, 3, (4,)))
+
     def plain(comm: Comm) -> int:
         strategy = trainer(comm, "local_parallel(cut=['3'])", CONVOLUTIONS, autocast=True)
-        strategy.step((torch.randn(4, 1, 6, 6), torch.randint(0, 3, (4,))))
+        strategy.step(batch)
         strategy.end_epoch()
         return sum(row["wire_bytes"] for row in comm.ledger.rows() if row["op"] == "send")
 
-    assert tw.simulate(plain, ranks=2) == [64 + 4 * 5 * 6 * 6 * 2, 0]
+    assert tw.simulate(plain, ranks=2) == [LABEL_BYTES + 4 * 5 * 6 * 6 * 2, 0]
 
 
 CONVOLUTIONS = nn.Sequential(

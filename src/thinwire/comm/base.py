@@ -14,6 +14,7 @@ from torch import Tensor
 from thinwire.comm import ledger as formulas
 from thinwire.comm.background import Background
 from thinwire.comm.ledger import Ledger, Sent, Total
+from thinwire.dtypes import as_reals, is_averaged
 from thinwire.errors import UsageError
 
 T = TypeVar("T")
@@ -57,7 +58,10 @@ class Comm(ABC):
         return self._all_reduced(tensor, "min")
 
     def mean(self, tensor: Tensor) -> Tensor:
-        """(1/n)·Σ over ranks; for floating-point tensors.
+        """(1/n)·Σ over ranks; for floating-point and complex tensors.
+
+        Numbers of float16 are made smaller before the sum, by a power of two: where the mean is no more than 65504, the
+        sum of what was made smaller is not, either. Others are divided afterwards.
 
         >>> import thinwire, torch
         >>> thinwire.simulate(lambda comm: comm.mean(torch.tensor([1.0 * comm.rank])).item(), ranks=3)
@@ -67,11 +71,17 @@ class Comm(ABC):
 
     def start_mean(self, tensor: Tensor) -> Pending:
         """Begin a mean and return at once; the tensor may change afterwards, the result is of now."""
-        if not tensor.is_floating_point():
+        if not is_averaged(tensor):
             raise UsageError(f"mean of a {tensor.dtype} tensor; possible for floating-point tensors; try sum")
+        if tensor.is_complex():
+            return _Complex(self.start_mean(as_reals(tensor).contiguous()))
         payload, sent = num_bytes(tensor), self.all_reduce_sends(num_bytes(tensor))
-        self._await_gpu(tensor)
-        return _Begun(self, "all_reduce", payload, sent, lambda: _Mean(self._start_reduce(tensor, "sum"), self.size))
+        smaller = 2 ** (self.size - 1).bit_length() if tensor.dtype == torch.float16 else 1
+        given = tensor / smaller if smaller > 1 else tensor
+        self._await_gpu(given)
+        return _Begun(
+            self, "all_reduce", payload, sent, lambda: _Mean(self._start_reduce(given, "sum"), self.size / smaller)
+        )
 
     # ---- movement: any dtype, bytes go unchanged
 
@@ -148,6 +158,10 @@ class Comm(ABC):
     def _start_recv(self, like: Tensor, source: int) -> Pending: ...
 
     def _all_reduced(self, tensor: Tensor, op: Op) -> Tensor:
+        if tensor.is_complex():
+            if op != "sum":
+                raise UsageError(f"{op} of a {tensor.dtype} tensor; complex numbers have no order; possible: real ones")
+            return torch.view_as_complex(self._all_reduced(as_reals(tensor).contiguous(), op))
         sent = self.all_reduce_sends(num_bytes(tensor))
         return self._booked(
             "all_reduce", num_bytes(tensor), sent, tensor, lambda: self._start_reduce(tensor, op).wait()
@@ -217,16 +231,29 @@ class _Begun:
 
 
 class _Mean:
-    """A sum under way that is divided by n when it arrives."""
+    """A sum under way that is divided when it arrives."""
 
-    def __init__(self, total: Pending, size: int) -> None:
-        self.total, self.size = total, size
+    def __init__(self, total: Pending, by: float) -> None:
+        self.total, self.by = total, by
 
     def wait(self) -> Tensor:
-        return self.total.wait().div_(self.size)
+        return self.total.wait().div_(self.by)
 
     def done(self) -> bool:
         return self.total.done()
+
+
+class _Complex:
+    """Pairs of real numbers under way that are complex ones when they arrive."""
+
+    def __init__(self, reals: Pending) -> None:
+        self.reals = reals
+
+    def wait(self) -> Tensor:
+        return torch.view_as_complex(self.reals.wait())
+
+    def done(self) -> bool:
+        return self.reals.done()
 
 
 def gather_json(comm: Comm, value: Any, pad_bytes: int = 1024) -> list[Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -51,7 +53,8 @@ class ProcessComm(Comm):
         self._group_of_mine(groups)
         if self.size != dist.get_world_size():
             raise UsageError("split: only the whole world can be split, because every rank must make every group")
-        made = [_new_pair(list(group), self.backend) for group in groups]
+        waits = timeout_of(self.group)
+        made = [new_pair(list(group), self.backend, waits) for group in groups]
         mine, members = next(x for x in zip(made, groups, strict=True) if self.rank in x[1])
         part = ProcessComm(mine, link, self.ledger, self.wire_device, [self.nodes[r] for r in sorted(members)])
         self._parts.append(part)
@@ -158,8 +161,19 @@ class ProcessComm(Comm):
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.wire_device, pin_memory=pin)
 
 
-def _new_pair(ranks: list[int], backend: str) -> _Pair:
-    return dist.new_group(ranks, backend=backend), dist.new_group(ranks, backend=backend)
+def new_pair(ranks: list[int] | None, backend: str, timeout: datetime.timedelta | None) -> _Pair:
+    """A group of some ranks, or of all, and one beside it. Every rank makes it, member or not."""
+    make = functools.partial(dist.new_group, ranks, timeout=timeout, backend=backend)
+    return make(), make()
+
+
+def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
+    """How long a group's ranks wait for each other; None where its backend does not tell (MPI), torch's default."""
+    try:
+        waits: datetime.timedelta = group._get_backend(group._device_types[0]).options._timeout
+    except RuntimeError:
+        return None
+    return waits
 
 
 class _Work:

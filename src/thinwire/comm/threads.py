@@ -12,7 +12,7 @@ from torch import Tensor
 from thinwire.comm.base import Comm, Op, Pending
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.world import place
-from thinwire.errors import PeerLost, UsageError
+from thinwire.errors import PeerLost, RunError, UsageError
 
 T = TypeVar("T")
 Slot = tuple[Any, ...]
@@ -24,9 +24,15 @@ COMBINE: dict[Op, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class Board:
-    """Where the threads of one world leave things for each other."""
+    """Where the threads of one world leave things for each other.
 
-    def __init__(self) -> None:
+    A rank waits for another one alone. Where all that have not ended do, none can go on, and all of them are told so.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.waiting: dict[int, tuple[int, Callable[[], bool]]] = {}  # rank → for whom, and whether it may go on
+        self.stuck = ""  # who waits for whom, when nobody can go on
         self.changed = threading.Condition()
         self.posts: dict[Slot, Any] = {}
         self.taken: dict[Slot, int] = {}
@@ -37,12 +43,10 @@ class Board:
             self.posts[slot] = value
             self.changed.notify_all()
 
-    def take(self, slot: Slot, poster: int, readers: int) -> Any:
+    def take(self, slot: Slot, me: int, poster: int, readers: int) -> Any:
         """Wait for a rank's post; the last of its readers removes it."""
         with self.changed:
-            self.changed.wait_for(lambda: slot in self.posts or poster in self.ended)
-            if slot not in self.posts:
-                raise PeerLost(f"lost contact with rank {poster} ({self.ended[poster]})")
+            self._wait(me, poster, lambda: slot in self.posts)
             value = self.posts[slot]
             self.taken[slot] = self.taken.get(slot, 0) + 1
             if self.taken[slot] == readers:
@@ -50,12 +54,31 @@ class Board:
                 self.changed.notify_all()
             return value
 
-    def until_taken(self, slot: Slot, reader: int) -> None:
+    def until_taken(self, slot: Slot, me: int, reader: int) -> None:
         """Wait until a rank has taken a post."""
         with self.changed:
-            self.changed.wait_for(lambda: slot not in self.posts or reader in self.ended)
-            if slot in self.posts:
-                raise PeerLost(f"lost contact with rank {reader} ({self.ended[reader]})")
+            self._wait(me, reader, lambda: slot not in self.posts)
+
+    def _wait(self, me: int, other: int, is_there: Callable[[], bool]) -> None:
+        """Wait for what another rank does; it may end instead, or wait for this one."""
+        self.waiting[me] = (other, lambda: is_there() or other in self.ended)
+        self._look_for_stuck_ranks()
+        self.changed.wait_for(lambda: is_there() or other in self.ended or self.stuck)
+        del self.waiting[me]
+        if is_there():
+            return
+        if other in self.ended:
+            raise PeerLost(f"lost contact with rank {other} ({self.ended[other]})")
+        raise RunError(
+            f"ranks wait for each other: {self.stuck}; every rank must make the same calls in the same order"
+        )
+
+    def _look_for_stuck_ranks(self) -> None:
+        all_wait = len(self.waiting) == self.num_ranks - len(self.ended)
+        if all_wait and not any(may_go_on() for _, may_go_on in self.waiting.values()):
+            whom = sorted((me, other) for me, (other, _) in self.waiting.items())
+            self.stuck = ", ".join(f"rank {me} for rank {other}" for me, other in whom)
+            self.changed.notify_all()
 
     def has(self, slots: Sequence[Slot]) -> bool:
         with self.changed:
@@ -64,6 +87,7 @@ class Board:
     def end(self, rank: int, why: str) -> None:
         with self.changed:
             self.ended[rank] = why
+            self._look_for_stuck_ranks()
             self.changed.notify_all()
 
 
@@ -103,7 +127,7 @@ class ThreadComm(Comm):
         return lambda: [self._take((*self._name, call, r), r, self.size) for r in range(self.size)]
 
     def _take(self, slot: Slot, poster: int, readers: int) -> Any:
-        return self.board.take(slot, self.members[poster], readers)
+        return self.board.take(slot, self.members[self.rank], self.members[poster], readers)
 
     def _start_reduce(self, tensor: Tensor, op: Op) -> Pending:
         collect = self._exchange(tensor.detach().clone())
@@ -128,7 +152,9 @@ class ThreadComm(Comm):
         slot, sent = self._message(self.rank, to), tensor.detach().clone()
         self.board.post(slot, sent)
         return _Sending(
-            sent, lambda: self.board.until_taken(slot, self.members[to]), lambda: not self.board.has([slot])
+            sent,
+            lambda: self.board.until_taken(slot, self.members[self.rank], self.members[to]),
+            lambda: not self.board.has([slot]),
         )
 
     def _start_recv(self, like: Tensor, source: int) -> Pending:
@@ -211,7 +237,7 @@ def simulate(function: Callable[[Comm], T], *, ranks: int, nodes: int = 1) -> li
     if ranks < 1:
         raise UsageError(f"simulate: ranks={ranks}; possible: 1 or more")
     placed = place(ranks, nodes)
-    board = Board()
+    board = Board(ranks)
     results: list[Any] = [None] * ranks
     errors: dict[int, BaseException] = {}
 

@@ -16,16 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.dtypes import as_reals
 from thinwire.errors import UsageError
 from thinwire.kernels import eager
 from thinwire.kernels.hashing import rows
 from thinwire.progress import say_once
 
 POSSIBLE = ("eager", "compiled")
+LEAST_SCALE = 127 * 2.0**-126  # a 127th of it, the finest step there is, is the smallest number of full precision
 
 
 def largest(x: Tensor, block: int) -> Tensor:
-    """Largest absolute value of each block; inf where a value is not finite.
+    """Largest absolute value of each block, as a `usable` scale; inf where a value is not finite.
 
     >>> largest(torch.tensor([1.0, -3.0, 2.0]), block=2)
     tensor([3., 2.])
@@ -33,7 +35,19 @@ def largest(x: Tensor, block: int) -> Tensor:
     out = torch.empty(num_blocks(x.numel(), block), device=x.device)
     for part, values in _in_rows(block, x):
         _call("largest", values, out=out[part])
-    return torch.where(out < torch.inf, out, torch.inf)
+    return usable(torch.where(out < torch.inf, out, torch.inf))
+
+
+def usable(scales: Tensor) -> Tensor:
+    """Scales that can be divided by: those above zero are at least LEAST_SCALE, 1.5·10⁻³⁶.
+
+    Smaller ones have no reciprocal in float32. Values below that, denormal numbers included, are rounded to steps of
+    2⁻¹²⁶ or more: at random, so right on average, or to the nearest, and error feedback keeps the rest.
+
+    >>> usable(torch.tensor([2.0, 1e-40, 0.0]))
+    tensor([2.0000e+00, 1.4929e-36, 0.0000e+00])
+    """
+    return torch.where(scales > 0, scales.clamp(min=LEAST_SCALE), scales)
 
 
 def quantise(x: Tensor, scales: Tensor, levels: int, block: int, key: int | None) -> Tensor:
@@ -122,7 +136,7 @@ def all_finite(x: Tensor) -> Tensor:
     """
     if not x.numel():
         return torch.ones((), dtype=torch.bool, device=x.device)
-    low, high = torch.aminmax(x)
+    low, high = torch.aminmax(as_reals(x))
     return low.isfinite() & high.isfinite()
 
 

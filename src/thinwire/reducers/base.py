@@ -13,6 +13,7 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.comm.base import Comm
 from thinwire.data import mix
+from thinwire.dtypes import as_reals
 from thinwire.errors import RunError
 
 Named = dict[str, Tensor]  # by parameter name
@@ -49,6 +50,23 @@ def contracting(reducer: Reducer) -> Reducer:
     would let errors grow from step to step: numbers are rounded to the nearest there, and nothing is magnified.
     """
     return reducer.contracting or reducer
+
+
+def on_reals(reducer: Reducer) -> Reducer:
+    """A reducer that takes complex tensors too: the one given sees each as pairs of real numbers."""
+
+    def as_given(out: Named, tensors: Named) -> Named:
+        return {n: torch.view_as_complex(t.clone()) if tensors[n].is_complex() else t for n, t in out.items()}
+
+    def init(tensors: Named) -> State:
+        return reducer.init({name: as_reals(t.detach()) for name, t in tensors.items()})
+
+    def reduce(tensors: Named, state: State, comm: Comm) -> Reduced:
+        out = reducer.reduce({name: as_reals(t.detach()) for name, t in tensors.items()}, state, comm)
+        return out._replace(mean=as_given(out.mean, tensors), error=lambda: as_given(out.error(), tensors))
+
+    under_feedback = on_reals(reducer.contracting) if reducer.contracting else None
+    return Reducer(init, reduce, reducer.keeps_errors, under_feedback)
 
 
 class Averaged(NamedTuple):

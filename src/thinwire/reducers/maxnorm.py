@@ -101,7 +101,7 @@ def shared_scales(x: Tensor, block: int, comm: Comm) -> Tensor:
 def _with_guessed_scales(x: Tensor, draw: Draw, state: State, comm: Comm, levels: int, block: int) -> Averaged:
     """One sum of codes, and behind them for each block: how large it was (in 1/levels of twice the scale), and
     whether a value was not finite."""
-    scales = state["scales"].clamp(min=LOWEST * state["scales"].max())
+    scales = kernels.usable(state["scales"].clamp(min=LOWEST * state["scales"].max()))
     largest = kernels.largest(x, block)
     broken = (largest == torch.inf).to(torch.int8)
     size = (largest / (2 * scales) * levels).nan_to_num(0.0).round_().clamp_(0, levels).to(torch.int8)

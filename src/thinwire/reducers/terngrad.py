@@ -32,7 +32,8 @@ def terngrad(
     def average(x: Tensor, draw: Draw, state: State, comm: Comm) -> Averaged:
         largest = kernels.largest(x, block)
         if clip is not None:
-            largest = torch.minimum(largest, clip * _rms(x, largest, block)).nan_to_num(torch.inf)
+            clipped = torch.minimum(largest, clip * _rms(x, largest, block)).nan_to_num(torch.inf)
+            largest = kernels.usable(clipped)
         scales = comm.max(largest)
         scales = torch.where(scales < torch.inf, scales, torch.nan)
         codes = kernels.quantise(x, scales, 1, block, draw.rounding(comm.rank))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from html import escape
 from typing import Any, NamedTuple
 
-from thinwire.report.axes import Axis, axis_of, bytes_axis, metric_axis
+from thinwire.report.axes import Axis, bytes_axis, linear_bytes, metric_axis, time_axis
 from thinwire.report.marks import (
     GREY,
     Figure,
     Trace,
-    better,
     colour,
     dash,
     hover,
@@ -22,6 +22,7 @@ from thinwire.report.marks import (
     short,
 )
 from thinwire.results import Entry, Results
+from thinwire.results import Figure as Summarised
 from thinwire.tables import clock, show, size
 
 PURPOSES = {"train": "#2f78c4", "sync": "#12a07a", "eval": "#c98a0a", "checkpoint": "#c7619f", "start": "#858d97"}
@@ -35,42 +36,66 @@ class Point(NamedTuple):
     value: float
 
 
+class _Cost(NamedTuple):
+    """What training takes, time or bytes: in a summary, in the metrics of an epoch, in words, and on an axis."""
+
+    name: str
+    figure: Summarised
+    column: str
+    less: str
+    axis: Callable[[list[float]], Axis | None]
+    form: Callable[[float], str]
+
+
+class _Drawn(NamedTuple):
+    """What all traces of a figure have in common."""
+
+    metric: str
+    across: Axis
+    up: Axis
+
+
 def curves(results: Results, over: str) -> Figure | None:
-    """The metric over "train_seconds" or "wire_bytes": a mean line over seeds, in a band from worst to best seed."""
-    metric = _metric(results)
-    lines = [(i, entry, _epochs(entry, metric)) for i, entry in enumerate(results.entries)]
-    axis = axis_of(over, [row[over] for _, _, epochs in lines for rows in epochs for row in rows])
+    """The metric over "train_seconds" or "bytes" of training: a mean line in a band from worst to best seed."""
+    metric, cost = results.metric, _cost(results, over)
+    lines = [(i, entry, _epochs(entry, metric, cost.column)) for i, entry in enumerate(results.entries)]
+    rows = [row for _, _, epochs in lines for rows in epochs for row in rows]
+    axis = cost.axis([row[cost.column] for row in rows])
     if axis is None:
         return None
-    data = [trace for i, entry, epochs in lines if epochs for trace in _curve(i, entry, epochs, over, axis, metric)]
-    layout = layout_of(320, xaxis=axis.layout, yaxis=metric_axis(metric)) | _target(results.target, metric)
-    what, reading = {
-        "train_seconds": ("training time", "Higher to the left is better: the same {} after less time."),
-        "wire_bytes": ("bytes sent", "Higher to the left is better: the same {} for fewer bytes sent by each rank."),
-    }[over]
-    reading = reading.format(metric) if better(metric) > 0 else reading.format(metric).replace("Higher", "Lower")
-    band = " A band spans all seeds." if any(len(rows) > 1 for _, _, epochs in lines for rows in epochs) else ""
-    return Figure(f"curve-{over}", f"Test {metric} over {what}", reading + band, data, layout)
+    goal = [] if results.target is None else [results.target]
+    height = metric_axis(metric, [row["value"] for row in rows] + goal)
+    drawn = _Drawn(metric, axis, height)
+    data = [trace for i, entry, epochs in lines if epochs for trace in _curve(i, entry, epochs, cost, drawn)]
+    layout = layout_of(340, xaxis=axis.layout, yaxis=height.layout) | _target(results.target, drawn)
+    side = "Higher" if results.sign > 0 else "Lower"
+    band = "A band spans all seeds." if any(len(rows) > 1 for _, _, epochs in lines for rows in epochs) else ""
+    reading = f"{side} to the left is better: the same {metric} {cost.less}."
+    words = " ".join(filter(None, (reading, band, axis.words)))
+    return Figure(f"curve-{over}", f"Test {metric} over {cost.name}", words, data, layout, height.words)
 
 
 def front(results: Results, over: str) -> Figure | None:
-    """Final metric against "train_seconds" or "wire_bytes_per_rank", with the strategies no other one beats in both."""
-    metric = _metric(results)
-    points = [point for i, entry in enumerate(results.entries) if (point := _point(i, entry, over))]
-    axis = axis_of(over, [point.cost for point in points])
+    """Final metric against "train_seconds" or "bytes" of training, with the strategies that none beats in both."""
+    metric, cost = results.metric, _cost(results, over)
+    points = [point for i, entry in enumerate(results.entries) if (point := _point(i, entry, cost))]
+    axis = cost.axis([point.cost for point in points])
     if axis is None:
         return None
-    data = [_front_line(points, axis, metric), *(_dot(p, results.entries[p.strategy], axis, metric) for p in points)]
-    what = {"train_seconds": "training time", "wire_bytes_per_rank": "bytes sent"}[over]
-    side = "Up" if better(metric) > 0 else "Down"
-    best = pareto(points, better(metric))
+    spreads = [(p.value, _deviation(results.entries[p.strategy])) for p in points]
+    height = metric_axis(metric, [value + side * by for value, by in spreads for side in (1, -1)])
+    drawn = _Drawn(metric, axis, height)
+    best = pareto(points, results.sign)
+    data = [_front_line(best, drawn), *(_dot(p, results.entries[p.strategy], cost, drawn) for p in points)]
+    side = "Up" if results.sign > 0 else "Down"
     unbeaten = "those on the stepped line" if len(best) > 1 else f"number {best[0].strategy + 1}"
-    reading = (
-        f"{side} and to the left is better: no strategy beats {unbeaten} in both {metric} and {what}."
-        + " Thin bars are the deviation over seeds." * any(len(entry.finished) > 1 for entry in results.entries)
+    reading = f"{side} and to the left is better: no strategy beats {unbeaten} in both {metric} and {cost.name}."
+    bars = (
+        "Thin bars are the deviation over seeds." if any(len(entry.finished) > 1 for entry in results.entries) else ""
     )
-    layout = layout_of(320, xaxis=axis.layout, yaxis=metric_axis(metric))
-    return Figure(f"front-{over}", f"Final {metric} against {what}", reading, data, layout)
+    layout = layout_of(340, xaxis=axis.layout, yaxis=height.layout)
+    words = " ".join(filter(None, (reading, bars, axis.words)))
+    return Figure(f"front-{over}", f"Final {metric} against {cost.name}", words, data, layout, height.words)
 
 
 def pareto(points: list[Point], sign: int) -> list[Point]:
@@ -92,10 +117,7 @@ def purposes(results: Results) -> Figure | None:
     data = [_bars(part, sent, rows) for part in parts]
     labels = [label for i in sent for label in _bar_labels(i, results.entries[i].spec, sent[i], rows[i])]
     longest = max(totals.total() for totals in sent.values())
-    xaxis = bytes_axis([0, longest]).layout | {
-        "range": [0, longest * 1.2],
-        "title": {"text": "bytes sent by all ranks"},
-    }
+    xaxis = linear_bytes(longest, "bytes sent by all ranks").layout | {"range": [0, longest * 1.2]}
     yaxis = {"visible": False, "range": [len(sent) - 0.5, -0.75], "fixedrange": True}
     layout = layout_of(70 + 54 * len(sent), xaxis=xaxis, yaxis=yaxis, barmode="stack", annotations=labels)
     layout["margin"] |= {"l": 16}
@@ -104,91 +126,100 @@ def purposes(results: Results) -> Figure | None:
 
 
 def purpose_bytes(entry: Entry) -> Counter[tuple[str, str]]:
-    """Bytes of all ranks at the end of a run by purpose and "inside" or "between" nodes: mean over seeds."""
+    """Bytes of all ranks in a whole run by purpose and "inside" or "between" nodes: mean over seeds."""
     total: Counter[tuple[str, str]] = Counter()
-    records = [record for record in entry.finished if record.ledger]
-    for record in records:
-        last = max(row["step"] for row in record.ledger)
-        for row in (row for row in record.ledger if row["step"] == last):
-            between = row.get("between_bytes", 0)
-            total[row["purpose"], "between"] += between
-            total[row["purpose"], "inside"] += row["wire_bytes"] - between
-    return Counter({part: round(sent / len(records)) for part, sent in total.items() if sent})
+    summaries = [record.summary for record in entry.finished if record.summary]
+    for summary in summaries:
+        for purpose, links in summary["wire_bytes_by_purpose"].items():
+            total.update({(purpose, link): count for link, count in links.items()})
+    return Counter({part: round(count / len(summaries)) for part, count in total.items() if count})
 
 
-def _metric(results: Results) -> str:
-    return str(results.example["metric"]) if results.example else "loss"
+def _cost(results: Results, over: str) -> _Cost:
+    if over == "train_seconds":
+        return _Cost("training time", over, over, "after less time", time_axis, clock)
+    where, column = (
+        ("between nodes", "training_bytes_between") if results.shares_link else ("per rank", "training_bytes")
+    )
+    name = f"bytes sent {where} in training"
+    return _Cost(
+        name, results.cost, column, f"for fewer {name}", lambda values: bytes_axis(values, f"bytes {where}"), size
+    )
 
 
-def _epochs(entry: Entry, metric: str) -> list[list[dict[str, Any]]]:
+def _epochs(entry: Entry, metric: str, column: str) -> list[list[dict[str, Any]]]:
     """Per epoch, the rows of all seeds: only epochs that every seed with curves has."""
-    column = f"test_{metric}"
     tables = [
-        {row["epoch"]: row | {"value": row[column]} for row in record.metrics if is_number(row.get(column))}
+        {row["epoch"]: row | {"value": row[f"test_{metric}"]} for row in record.metrics
+         if is_number(row.get(f"test_{metric}")) and is_number(row.get(column))}
         for record in entry.finished
-    ]
+    ]  # fmt: skip
     tables = [table for table in tables if table]
     common = set.intersection(*(set(table) for table in tables)) if tables else set()
     return [[table[epoch] for table in tables] for epoch in sorted(common)]
 
 
-def _curve(i: int, entry: Entry, epochs: list[list[dict[str, Any]]], over: str, axis: Axis, metric: str) -> list[Trace]:
-    x = [mean(row[over] for row in rows) / axis.unit for rows in epochs]
-    y = [mean(row["value"] for row in rows) for rows in epochs]
+def _curve(i: int, entry: Entry, epochs: list[list[dict[str, Any]]], cost: _Cost, drawn: _Drawn) -> list[Trace]:
+    x = [drawn.across.place(mean(row[cost.column] for row in rows)) for rows in epochs]
+    y = [drawn.up.place(mean(row["value"] for row in rows)) for rows in epochs]
     line = {"color": colour(i), "width": 2.2, "dash": dash(i)}
-    words = [_curve_words(i, entry, rows, metric) for rows in epochs]
+    words = [_curve_words(i, entry, rows, cost, drawn) for rows in epochs]
     look = {"mode": "lines" if len(x) > 1 else "markers", "line": line, "marker": {"color": colour(i)}}
     trace = {"x": x, "y": y, **look, **hover(words), "meta": i}
-    return [*([_band(i, x, epochs)] if len(epochs[0]) > 1 else []), trace]
+    return [*([_band(i, x, epochs, drawn)] if len(epochs[0]) > 1 else []), trace]
 
 
-def _band(i: int, x: list[float], epochs: list[list[dict[str, Any]]]) -> Trace:
-    low, high = ([edge(row["value"] for row in rows) for rows in epochs] for edge in (min, max))
+def _band(i: int, x: list[float], epochs: list[list[dict[str, Any]]], drawn: _Drawn) -> Trace:
+    low, high = ([drawn.up.place(edge(row["value"] for row in rows)) for rows in epochs] for edge in (min, max))
     edges = {"x": x + x[::-1], "y": high + low[::-1], "mode": "lines", "line": {"width": 0}}
     return {**edges, "fill": "toself", "fillcolor": f"{colour(i)}2e", "hoverinfo": "skip", "meta": i}
 
 
-def _curve_words(i: int, entry: Entry, rows: list[dict[str, Any]], metric: str) -> str:
-    seconds, sent = (mean(row[key] for row in rows) for key in ("train_seconds", "wire_bytes"))
-    values = [row["value"] for row in rows]
+def _curve_words(i: int, entry: Entry, rows: list[dict[str, Any]], cost: _Cost, drawn: _Drawn) -> str:
+    values, metric = [row["value"] for row in rows], drawn.metric
     seeds = f" ({show(min(values), metric)} to {show(max(values), metric)})" if len(rows) > 1 else ""
     return (
         f"{name_of(i, entry)}<br>{metric} {show(mean(values), metric)}{seeds}<br>"
-        f"epoch {rows[0]['epoch']}, {clock(seconds)}, {size(sent)} per rank"
+        f"epoch {rows[0]['epoch']}, {cost.form(mean(row[cost.column] for row in rows))} {cost.name}"
     )
 
 
-def _target(target: float | None, metric: str) -> dict[str, Any]:
+def _target(target: float | None, drawn: _Drawn) -> dict[str, Any]:
     if target is None:
         return {}
-    line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": target, "y1": target}
-    place = {"xref": "paper", "x": 0.01, "y": target, "xanchor": "left", "yanchor": "bottom", "showarrow": False}
-    words = {"text": f"target {show(target, metric)}", "font": {"size": 11}}
+    y = drawn.up.place(target)
+    line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y}
+    place = {"xref": "paper", "x": 0.01, "y": y, "xanchor": "left", "yanchor": "bottom", "showarrow": False}
+    words = {"text": f"target {show(target, drawn.metric)}", "font": {"size": 11}}
     return {"shapes": [line | {"line": {"color": GREY, "width": 1, "dash": "dot"}}], "annotations": [place | words]}
 
 
-def _point(i: int, entry: Entry, over: str) -> Point | None:
-    cost, value = entry.spread(over), entry.spread("value")
-    return Point(i, cost.mean, value.mean) if cost and value else None
+def _point(i: int, entry: Entry, cost: _Cost) -> Point | None:
+    spent, value = entry.spread(cost.figure), entry.spread("value")
+    return Point(i, spent.mean, value.mean) if spent and value else None
 
 
-def _front_line(points: list[Point], axis: Axis, metric: str) -> Trace:
-    best = pareto(points, better(metric))
-    place = {"x": [p.cost / axis.unit for p in best], "y": [p.value for p in best], "mode": "lines"}
-    return place | {"line": {"color": GREY, "width": 1.5, "shape": "hv"}, "hoverinfo": "skip"}
-
-
-def _dot(point: Point, entry: Entry, axis: Axis, metric: str) -> Trace:
+def _deviation(entry: Entry) -> float:
     spread = entry.spread("value")
-    deviation = (spread.deviation if spread else None) or 0
-    cost = clock(point.cost) if axis.layout["title"]["text"].startswith("training") else size(point.cost)
-    words = f"{name_of(point.strategy, entry)}<br>{metric} {show(point.value, metric)}<br>{cost}"
+    return (spread.deviation if spread else None) or 0.0
+
+
+def _front_line(best: list[Point], drawn: _Drawn) -> Trace:
+    place = {"x": [drawn.across.place(p.cost) for p in best], "y": [drawn.up.place(p.value) for p in best]}
+    return place | {"mode": "lines", "line": {"color": GREY, "width": 1.5, "shape": "hv"}, "hoverinfo": "skip"}
+
+
+def _dot(point: Point, entry: Entry, cost: _Cost, drawn: _Drawn) -> Trace:
+    deviation, y = _deviation(entry), drawn.up.place(point.value)
+    words = f"{name_of(point.strategy, entry)}<br>{drawn.metric} {show(point.value, drawn.metric)}<br>"
     marker = {"symbol": "circle", "size": 21, "line": {"color": colour(point.strategy), "width": 2.2}}
-    bar = {"type": "data", "array": [deviation], "color": colour(point.strategy), "thickness": 1.2, "width": 0}
-    place = {"x": [point.cost / axis.unit], "y": [point.value], "mode": "markers+text", "cliponaxis": False}
-    label = {"text": [str(point.strategy + 1)], "textfont": {"size": 12}, "customdata": [words]}
-    hover = {"hovertemplate": "%{customdata}<extra></extra>"}
-    return {**place, **label, **hover, "marker": marker, "error_y": bar, "meta": point.strategy}
+    up, down = (abs(drawn.up.place(point.value + side * deviation) - y) for side in (1, -1))
+    bar = {"type": "data", "symmetric": False, "array": [up], "arrayminus": [down]}
+    bar |= {"color": colour(point.strategy), "thickness": 1.2, "width": 0}
+    place = {"x": [drawn.across.place(point.cost)], "y": [y], "mode": "markers+text", "cliponaxis": False}
+    label = {"text": [str(point.strategy + 1)], "textfont": {"size": 12}}
+    return {**place, **label, **hover([words + cost.form(point.cost)]), "marker": marker, "error_y": bar,
+            "meta": point.strategy}  # fmt: skip
 
 
 def purpose_order(part: tuple[str, str]) -> tuple[int, str, str]:

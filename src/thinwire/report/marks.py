@@ -26,6 +26,7 @@ class Figure:
     reading: str
     data: list[Trace]
     layout: dict[str, Any]
+    scale: str = ""  # what a reader must know of its vertical axis
 
 
 def colour(index: int) -> str:
@@ -46,11 +47,6 @@ def short(spec: str, most: int = 46) -> str:
     """
     half = most // 2
     return spec if len(spec) <= most else f"{spec[:half]}…{spec[half + 1 - most :]}"
-
-
-def better(metric: str) -> int:
-    """+1 where more of a metric is better, −1 where less is."""
-    return 1 if metric == "accuracy" else -1
 
 
 def is_number(value: Any) -> bool:

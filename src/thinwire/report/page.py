@@ -10,6 +10,7 @@ from typing import Any
 
 from thinwire.records import write_text
 from thinwire.report import figures
+from thinwire.report.definitions import DEFINITIONS
 from thinwire.report.figures import PURPOSES
 from thinwire.report.marks import GREY, Figure
 from thinwire.report.notes import all_records, all_summaries, measured_link, notes
@@ -19,6 +20,7 @@ from thinwire.report.timeline import KINDS, timeline
 from thinwire.report.words import breakable, code, counted, listed, spec_of
 from thinwire.results import Entry, Record, Results
 from thinwire.tables import clock, show
+from thinwire.verdicts import remarks, verdicts
 
 LIGHT = {"page": "#ffffff", "text": "#1d2126", "muted": "#59626d", "line": "#dde1e6", "panel": "#f5f6f8",
          "note": "#fff6e3", "edge": "#c98a0a"}  # fmt: skip
@@ -29,25 +31,6 @@ ICON = (
     "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E%3Cpath "
     "d='M1 11h4l2-7 3 9 2-5h3' fill='none' stroke='%232f78c4' stroke-width='1.8'/%3E%3C/svg%3E"
 )
-DEFINITIONS = {
-    "Bytes sent (wire bytes)": "What a rank handed to the network to send, as thinwire's ledger counts it: the data of "
-    "each operation in the pattern it travels in, without the headers of lower layers.",
-    "Kernel bytes": "What the operating system's network interfaces counted on the same link, with headers and "
-    "repeated packets. A few per cent above the ledger is normal, and more where messages are small: each costs "
-    "some hundred bytes of its own.",
-    "Sent between nodes": "The part of the bytes sent that left the node of its sender, all ranks together.",
-    "Waiting": "The share of training time in which computing stood still for the network, or for another rank.",
-    "Samples per s": "Training samples of all ranks per second of training.",
-    "Training time": "Time in training steps, without evaluation, checkpoints and starting up.",
-    "Time to target": "Training time until an evaluation was first as good as the target; mean over the seeds that "
-    "reached it.",
-    "± deviation": "The sample standard deviation over seeds. With one seed there is none.",
-    "Peak memory": "The most that any one rank held.",
-    "Operations a sample": "What training on a sample costs, heads included, and how much that is of "
-    "backpropagation's; counted for strategies that cut the model into blocks.",
-    "Factored model": "The trained model with low-rank layers as two thin ones, as saved, and how often its parameters "
-    "go into those of the full one.",
-}
 
 
 def write_report(results: Results, path: Path | None = None) -> Path:
@@ -64,9 +47,11 @@ def page(results: Results) -> str:
     drawn: list[Figure] = []
     body = [_intro(results), notes(results)]
     if results.example:
+        body[1:1] = [_verdicts(results)]
         body += [results_table(results), _figures(results, drawn), _ranks(results, drawn), _timelines(results, drawn)]
     body += [_repeat(results), _definitions()]
-    scripts = [_script(get_plotlyjs()), _data(drawn), _script(_file("script.js"))] if drawn else []
+    scripts = [_script(get_plotlyjs()), _data(drawn)] if drawn else []
+    scripts += [_script(_file("script.js"))] if results.example else []
     return "\n".join([_head(_title(results)), *body, "</main>", *scripts, "</body></html>", ""])
 
 
@@ -103,6 +88,16 @@ def _intro(results: Results) -> str:
     return f'{heading}<p class="lead">{what} on task {code(about["task"])}{model}: {", ".join(settings)}.</p>'
 
 
+def _verdicts(results: Results) -> str:
+    """Each strategy in a sentence, and what must be said of all."""
+    said = "".join(
+        f"<li>{spec_of(i, results.entries[i])} <span>{escape(words)}</span></li>"
+        for i, words in verdicts(results).items()
+    )
+    plain = "".join(f'<p class="remark">{escape(words)}</p>' for words in remarks(results))
+    return (f'<h2 class="first">In short</h2><ul class="verdicts">{said}</ul>' if said else "") + plain
+
+
 def _epochs(summaries: list[dict[str, Any]]) -> str:
     """How long the runs were: the same for all, unless a budget of time ended them."""
     fewest, most = min(s["epochs"] for s in summaries), max(s["epochs"] for s in summaries)
@@ -114,15 +109,15 @@ def _epochs(summaries: list[dict[str, Any]]) -> str:
 
 
 def _figures(results: Results, drawn: list[Figure]) -> str:
-    metric = escape(results.example["metric"]) if results.example else ""
-    time, sent = figures.curves(results, "train_seconds"), figures.curves(results, "wire_bytes")
+    time, sent = figures.curves(results, "train_seconds"), figures.curves(results, "bytes")
     purposes = figures.purposes(results)
     parts = {part for entry in results.entries for part in figures.purpose_bytes(entry)}
     shades = [(f"{purpose}, {where} nodes", PURPOSES.get(purpose, GREY), where == "inside")
               for purpose, where in sorted(parts, key=figures.purpose_order)]  # fmt: skip
     return "\n".join(
         [
-            f'<section><h2>{metric.capitalize()} during training</h2>{_key(results)}<div class="pair">',
+            f"<section><h2>{escape(results.metric).capitalize()} during training</h2>",
+            f'{_scale(time or sent)}{_key(results)}<div class="pair">',
             _figure(time, drawn, "No evaluation was recorded, so there is nothing to draw over time."),
             _figure(sent, drawn, "No bytes were recorded over time, so there is nothing to draw."),
             "</div></section>",
@@ -135,14 +130,19 @@ def _figures(results: Results, drawn: list[Figure]) -> str:
 
 
 def _costs(results: Results, drawn: list[Figure]) -> str:
-    metric = escape(results.example["metric"]) if results.example else ""
-    sent, time = figures.front(results, "wire_bytes_per_rank"), figures.front(results, "train_seconds")
+    sent, time = figures.front(results, "bytes"), figures.front(results, "train_seconds")
     return (
-        f'<section><h2>Final {metric} and its cost</h2>{_key(results)}<div class="pair">'
+        f"<section><h2>Final {escape(results.metric)} and its cost</h2>{_scale(sent or time)}"
+        + f'{_key(results)}<div class="pair">'
         + _figure(sent, drawn, "Nothing was sent, so there are no bytes to compare.")
         + _figure(time, drawn, "No training time was recorded.")
         + "</div></section>"
     )
+
+
+def _scale(figure: Figure | None) -> str:
+    """What a reader must know of the vertical axis that the figures of a section share."""
+    return f"<p>{escape(figure.scale)}</p>" if figure and figure.scale else ""
 
 
 def _ranks(results: Results, drawn: list[Figure]) -> str:

@@ -1,4 +1,11 @@
 (() => {
+  const tables = [...document.querySelectorAll(".wide")];
+  const hint = () => tables.forEach(table => table.previousElementSibling.hidden = table.scrollWidth <= table.clientWidth);
+  hint();
+  addEventListener("resize", hint);
+  document.querySelectorAll("details").forEach(fold => fold.addEventListener("toggle", hint));
+})();
+if (document.getElementById("drawn")) (() => {
   const {look, figures} = JSON.parse(document.getElementById("drawn").textContent);
   const dark = matchMedia("screen and (prefers-color-scheme: dark)");
   const plots = [...document.querySelectorAll(".plot")], folds = [...document.querySelectorAll("details")];

@@ -1,67 +1,120 @@
-"""The table of a report: a row for each strategy, the best of each column marked."""
+"""The tables of a report: a row for each strategy, what cannot be told apart from the best of a column underlined."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from html import escape
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from thinwire.report.marks import better
+from thinwire.noise import NONE, best_of, noise_of
+from thinwire.records import TRAINING
 from thinwire.report.words import spec_of
-from thinwire.results import Entry, Figure, Results, Spread, on_link, spread
+from thinwire.results import Entry, Figure, Results, Spread, sent, spread
 from thinwire.tables import count_of, show, size
+from thinwire.verdicts import baselines, is_unequal, speed, times
+
+OTHERWISE = ("start", "eval", "checkpoint")  # purposes
 
 
 class Column(NamedTuple):
-    """A column of the results: what a cell says, the values behind it, and which way is better (0: neither)."""
+    """A column: what a cell says, the values behind it, which way is better (0: neither), how seeds change them."""
 
     heading: str
     cell: Callable[[Entry], str | None]
-    values: Callable[[Entry], Spread | None]
-    better: int
+    values: Callable[[Entry], Spread | None] = lambda entry: None
+    better: int = 0
+    varies: Literal["not", "evenly", "in proportion"] = "not"
 
 
 def results_table(results: Results) -> str:
-    """The table and how to read it."""
-    columns = [c for c in _columns(results) if any(c.cell(entry) for entry in results.entries)]
+    """The table of what matters most, how to read it, and the other figures folded away."""
+    seeds = max(len(entry.records) for entry in results.entries)
+    main, found = _table(results, _columns(results), "results")
+    more, found_more = _table(results, _more_columns(results), "more")
+    words = f"Means over seeds, ± deviation over {seeds} seeds." if seeds > 1 else "One seed, so no deviation is known."
+    if found or found_more:
+        words += " Underlined: the best of a column, and whatever these seeds cannot tell apart from it."
+        words += " Only bytes are marked, which do not vary by chance." * (seeds == 1)
+    return f"""<h2 id="results">Results</h2><p>{words}</p>
+{main}<details class="fold"><summary id="more">More figures</summary>{more}</details>"""
+
+
+def _table(results: Results, columns: list[Column], name: str) -> tuple[str, bool]:
+    """A table that may scroll, and whether anything in it is marked."""
+    columns = [column for column in columns if any(column.cell(entry) for entry in results.entries)]
     heads = "".join(f'<th scope="col">{escape(column.heading)}</th>' for column in columns)
     best = [_best(column, results.entries) for column in columns]
     rows = "".join(_row(i, e, columns, [i in b for b in best]) for i, e in enumerate(results.entries))
-    seeds = max(len(entry.records) for entry in results.entries)
-    words = f"Means over seeds, ± deviation over {seeds} seeds." if seeds > 1 else "One seed, so no deviation is known."
-    words += " The best of each column, and what is within a deviation of it, is underlined." if any(best) else ""
-    return f"""<h2 id="results">Results</h2><p>{words}</p>
-<div class="wide" role="region" aria-labelledby="results" tabindex="0"><table>
+    table = f"""<p class="hint" hidden>This table is wider than the page: scroll it sideways →</p>
+<div class="wide" role="region" aria-labelledby="{name}" tabindex="0"><table>
 <thead><tr><th scope="col">Strategy</th>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"""
+    return table, any(best)
 
 
 def _columns(results: Results) -> list[Column]:
-    metric = (results.example or {}).get("metric", "loss")
-    unit, sign, target = (" (%)" if metric == "accuracy" else ""), better(metric), results.target
+    """What most readers want to know."""
+    metric, target = results.metric, results.target
+    reached = f"Time to {show(target, metric)} (s)" if target is not None else ""
+    where = "between nodes" if results.shares_link else "per rank"
+    return [
+        _metric_column(results, "Final", "value"),
+        _column("Training time (s)", "train_seconds", _seconds, -1, "in proportion", deviation=True),
+        *(_speed_column(baseline) for baseline in baselines(results)),
+        Column(reached, lambda e: _to_target(e, target), lambda e: _all_reached(e, target), -1, "in proportion"),
+        _column(f"Sent in training, {where}", results.cost, size, -1),
+        _column("Waiting (%)", "waiting_share", lambda share: f"{100 * share:.1f}", -1, "evenly"),
+        *_work_columns(results, True),
+    ]
+
+
+def _more_columns(results: Results) -> list[Column]:
+    link, where = ("between", "between nodes") if results.shares_link else (None, "per rank")
+    return [
+        _metric_column(results, "Best", "best"),
+        *_work_columns(results, False),
+        _column("Samples per s", "samples_per_second", lambda speed: f"{speed:,.0f}", 1, "in proportion"),
+        _column("Peak memory", "peak_memory_bytes", size, -1, "in proportion"),
+        *([_column("Sent in training, inside nodes", sent(TRAINING, "inside"), size, 0)] if link else []),
+        _column(f"Sent otherwise, {where}", sent(OTHERWISE, link), size, 0),
+        _column(f"Sent in all, {where}", sent(None, link), size, -1),
+        Column("In all between nodes, by kernel", _kernel),
+        Column("Factored model", _factored),
+        Column("Operations a sample", _operations),
+    ]
+
+
+def _metric_column(results: Results, which: str, figure: Figure) -> Column:
+    metric = results.metric
 
     def value(number: float) -> str:
         return show(number, metric).removesuffix(" %")
 
-    reached = f"Time to {show(target, metric)} (s)" if target is not None else ""
+    heading = f"{which} {metric}{' (%)' if metric == 'accuracy' else ''}"
+    return _column(heading, figure, value, results.sign, "evenly", deviation=True)
+
+
+def _speed_column(baseline: Entry) -> Column:
+    def cell(entry: Entry) -> str | None:
+        factor = speed(entry, baseline)
+        return f'<span class="mean">{times(factor)}</span>' if factor else None
+
+    return Column(f"×\u00a0{baseline.spec}", cell)
+
+
+def _work_columns(results: Results, unequal: bool) -> list[Column]:
+    """Updates and samples: among the main figures where they differ between strategies."""
+    columns = {"steps": "Updates", "samples": "Samples"}
     return [
-        _column(f"Final {metric}{unit}", "value", value, sign, deviation=True),
-        _column(f"Best {metric}{unit}", "best", value, sign, deviation=True),
-        _column("Training time (s)", "train_seconds", _seconds, -1, deviation=True),
-        Column(reached, lambda e: _to_target(e, target), lambda e: _all_reached(e, target), -1),
-        _column("Sent per rank", "wire_bytes_per_rank", size, -1),
-        _column("Sent between nodes", on_link("wire", "between"), size, -1),
-        Column("Between nodes, by kernel", _kernel, lambda e: None, 0),
-        _column("Waiting (%)", "waiting_share", lambda share: f"{100 * share:.1f}", -1),
-        _column("Samples per s", "samples_per_second", lambda speed: f"{speed:,.0f}", 1),
-        _column("Peak memory", "peak_memory_bytes", size, -1),
-        Column("Factored model", _factored, lambda e: None, 0),
-        Column("Operations a sample", _operations, lambda e: None, 0),
+        _column(heading, key, lambda count: f"{count:,.0f}", 0)
+        for key, heading in columns.items()
+        if is_unequal(results, key) == unequal
     ]
 
 
 def _column(
-    heading: str, figure: Figure, form: Callable[[float], str], better: int, *, deviation: bool = False
-) -> Column:
+    heading: str, figure: Figure, form: Callable[[float], str], better: int,
+    varies: Literal["not", "evenly", "in proportion"] = "not", *, deviation: bool = False,
+) -> Column:  # fmt: skip
     def found(entry: Entry) -> Spread | None:
         return entry.spread(figure)
 
@@ -69,7 +122,7 @@ def _column(
         values = found(entry)
         return _cell(values, form, len(entry.finished), deviation) if values else None
 
-    return Column(heading, cell, found, better)
+    return Column(heading, cell, found, better, varies)
 
 
 def _cell(values: Spread, form: Callable[[float], str], runs: int, deviation: bool) -> str:
@@ -122,21 +175,21 @@ def _operations(entry: Entry) -> str | None:
 
 
 def _best(column: Column, entries: list[Entry]) -> set[int]:
-    """Which entries are best in a column, or no further from it than their deviation; none where all are."""
-    whole = {i: entry for i, entry in enumerate(entries) if len(entry.finished) == len(entry.records)}  # the same seeds
-    found = {i: values for i, entry in whole.items() if (values := column.values(entry)) is not None}
-    if column.better == 0 or not found:
+    """Which entries cannot be told apart from the best of a column, of those with a value for every seed."""
+    found = {i: spread.values for i, entry in enumerate(entries) if (spread := column.values(entry))}
+    whole = {i: values for i, values in found.items() if len(values) == len(entries[i].records)}
+    if column.better == 0 or len(entries) < 2:
         return set()
-    best = max(found.values(), key=lambda values: column.better * values.mean)
-    alike = {i for i, v in found.items() if abs(v.mean - best.mean) <= max(v.deviation or 0, best.deviation or 0)}
-    return alike if len(alike) < len(found) else set()
+    noise = NONE if column.varies == "not" else noise_of(list(found.values()), column.varies == "in proportion")
+    return best_of(whole, column.better, noise) if noise else set()
 
 
 def _row(i: int, entry: Entry, columns: list[Column], best: list[bool]) -> str:
     done, asked = len(entry.finished), len(entry.records)
     some = f'<span class="sub">{done} of {asked} runs finished</span>' if done < asked else ""
-    cells = [(column.cell(entry) or "–", mark) for column, mark in zip(columns, best, strict=True)]
-    row = "".join(f'<td class="best">{cell}</td>' if mark else f"<td>{cell}</td>" for cell, mark in cells)
+    cells = [(column.heading, column.cell(entry) or "–", ' class="best"' * mark)
+             for column, mark in zip(columns, best, strict=True)]  # fmt: skip
+    row = "".join(f'<td data-label="{escape(heading)}"{mark}>{cell}</td>' for heading, cell, mark in cells)
     return f'<tr><th scope="row"><div class="name">{spec_of(i, entry)}{some}</div></th>{row}</tr>\n'
 
 

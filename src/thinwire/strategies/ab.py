@@ -19,8 +19,9 @@ from thinwire.overlap import Exchange, exchange
 from thinwire.progress import say, say_once
 from thinwire.reducers.base import Reducer, carried, restored
 from thinwire.reducers.mean import mean
-from thinwire.strategies.base import Learner, Recipe, Strategy, average_buffers, replicate
+from thinwire.strategies.base import Strategy, average_buffers, replicate
 from thinwire.strategies.groups import groups_of, nodes_of
+from thinwire.strategies.learner import Learner, Recipe
 from thinwire.strategies.phases import Lengths, Phase, Phases
 from thinwire.surgery.attention import open_attention
 from thinwire.surgery.moments import State, copied, resized, rotated
@@ -88,7 +89,7 @@ class AB(Strategy):
         self.num_epoch_steps = 0  # done of this epoch
         self.ranks: dict[str, int] = {}  # that layers got when they were last factored; full ones are not in it
         self.kept: dict[str, State] = {}  # moments at the end of the phase before
-        self.learner = Learner(model, recipe)
+        self.learner = Learner(model, recipe, renewed_by="ab")
         self.exchange: Exchange = exchange(model, reducer, comm)
 
     def begin_epoch(self, num_steps: int | None) -> None:

@@ -18,8 +18,9 @@ from thinwire.progress import say, say_once
 from thinwire.reducers.base import Reducer, restored
 from thinwire.reducers.half import bf16
 from thinwire.reducers.mean import mean
-from thinwire.strategies.base import Learner, Recipe, Strategy, consolidated, replicate
+from thinwire.strategies.base import Strategy, consolidated, replicate
 from thinwire.strategies.groups import groups_of, nodes_of
+from thinwire.strategies.learner import Learner, Recipe
 
 PATIENCE = 3  # epochs in a row without improvement, until the loss counts as stable
 

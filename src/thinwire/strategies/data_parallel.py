@@ -12,7 +12,8 @@ from thinwire.data import Batch, Shard
 from thinwire.overlap import exchange
 from thinwire.reducers.base import Reducer, restored
 from thinwire.reducers.mean import mean
-from thinwire.strategies.base import Learner, Recipe, Strategy, consolidated, replicate
+from thinwire.strategies.base import Strategy, consolidated, replicate
+from thinwire.strategies.learner import Learner, Recipe
 
 
 class DataParallel(Strategy):

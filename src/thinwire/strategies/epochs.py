@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sized
 import torch
 
 from thinwire.comm.base import Comm
-from thinwire.data import Batch
+from thinwire.data import Batch, Loader
 from thinwire.errors import UsageError
 from thinwire.progress import say_once
 from thinwire.strategies.base import Strategy
@@ -20,7 +20,7 @@ def epoch(trainer: Strategy, batches: Iterable[Batch], comm: Comm) -> Iterator[B
     Ranks may have different numbers of batches: all stop with the shortest, and say so, unless the strategy can do
     without some of them for a while, as ist can. They agree on that once, or, where a number cannot be told beforehand,
     before every batch, and then all stop with the shortest. Whoever leaves the loop early ends the epoch with
-    `trainer.end_epoch()`.
+    `trainer.end_epoch()`. A `tw.loader` whose state was loaded goes on in mid-epoch.
 
     >>> import thinwire as tw, torch
     >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
@@ -34,31 +34,39 @@ def epoch(trainer: Strategy, batches: Iterable[Batch], comm: Comm) -> Iterator[B
         raise UsageError(
             f"epoch: {type(trainer).__name__} is not a trainer; the order is tw.epoch(trainer, batches, comm)"
         )
-    yield from _equally_many(trainer, batches, comm)
+    iterator = iter(batches)
+    number, done = (batches.epoch, batches.batch) if isinstance(batches, Loader) else (0, 0)
+    yield from _equally_many(trainer, iterator, done, _length(batches) - done, comm)
     trainer.end_epoch()
+    if isinstance(batches, Loader):
+        batches.end_epoch(number)
 
 
-def _equally_many(trainer: Strategy, batches: Iterable[Batch], comm: Comm) -> Iterator[Batch]:
+def _equally_many(
+    trainer: Strategy, iterator: Iterator[Batch], done: int, num_left: int, comm: Comm
+) -> Iterator[Batch]:
+    """Of an epoch with so many batches behind it, and so many left; a negative number stands for one unknown."""
+
     def gathered(mine: int) -> list[int]:
         with comm.ledger.purpose("sync"):
             return [int(number) for number in comm.gather(torch.tensor([mine]))]
 
-    numbers = gathered(_length(batches))
-    if trainer.ragged and min(numbers) >= 0:
-        trainer.begin_epoch(max(numbers))
+    numbers = gathered(num_left)
+    least, most = min(numbers), max(numbers)
+    if trainer.ragged and least >= 0:
+        trainer.begin_epoch(done + most)
         given = 0
-        for given, mine in enumerate(itertools.islice(batches, numbers[comm.rank]), 1):  # noqa: B007
+        for given, mine in enumerate(itertools.islice(iterator, num_left), 1):  # noqa: B007
             yield mine
-        for _ in range(max(numbers) - given):
+        for _ in range(most - given):
             trainer.idle()
         return
-    trainer.begin_epoch(min(numbers) if min(numbers) >= 0 else None)
-    if min(numbers) >= 0:
-        if min(numbers) < max(numbers) and comm.rank == 0:
-            say_once(f"ranks have {min(numbers)} to {max(numbers)} batches; all stop after {min(numbers)}")
-        yield from itertools.islice(batches, min(numbers))
+    trainer.begin_epoch(done + least if least >= 0 else None)
+    if least >= 0:
+        if least < most and comm.rank == 0:
+            say_once(f"ranks have {least} to {most} batches; all stop after {least}")
+        yield from itertools.islice(iterator, least)
         return
-    iterator = iter(batches)
     while all(gathered((batch := next(iterator, None)) is not None)):
         assert batch is not None
         yield batch

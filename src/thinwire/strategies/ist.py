@@ -19,7 +19,8 @@ from thinwire.errors import RunError, UsageError
 from thinwire.homes import Homes, Report
 from thinwire.overlap import Alone
 from thinwire.progress import say_once
-from thinwire.strategies.base import Learner, Recipe, Strategy, tell_if_changed
+from thinwire.strategies.base import Strategy, tell_if_changed
+from thinwire.strategies.learner import Learner, Recipe
 from thinwire.surgery.attention import open_attention
 from thinwire.surgery.axes import Axis, axes_of, blocks_of
 from thinwire.surgery.hollow import hollow, initialised, keep_caches, tensors_of
@@ -100,7 +101,7 @@ class IST(Strategy):
             self.homes.parts[name] /= factor  # the whole network is the one that was given
         with comm.ledger.purpose("start"):
             self.model = self._narrow(self.homes.deal(self.hands))
-        self.learner = Learner(self.model, recipe)
+        self.learner = Learner(self.model, recipe, renewed_by="ist")
         self.exchange = Alone(self.model)
 
     # ---- training

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from thinwire.codecs.features import Wire
 from thinwire.comm.base import Comm
-from thinwire.data import Batch, mix
+from thinwire.data import Batch, mix, to_device
 from thinwire.errors import RunError
 from thinwire.mail import Copies, Inbox, Outbox
 from thinwire.reducers.base import Reducer
 from thinwire.reducers.mean import mean
-from thinwire.strategies.base import Recipe
-from thinwire.strategies.staged import Cut, Staged, seeded
+from thinwire.strategies.learner import Recipe
+from thinwire.strategies.staged import Cut, Staged, fingerprint, seeded
 from thinwire.surgery.costs import flops
 from thinwire.surgery.heads import Exit, Head, Joint, Readout, suited
 from thinwire.surgery.hollow import filled
@@ -98,25 +98,31 @@ class LocalParallel(Staged):
     # ---- training
 
     def step(self, batch: Batch) -> Tensor:
+        inputs, targets = to_device(batch, self.device)
         if not self.begun:
-            self.begin(batch[0])
+            self.begin(inputs)
         self.steps_left = max(0, self.steps_left - 1)
         if self.copies is not None:
             self.copies.refresh(self.learner.num_steps)
         self.gradients_out.flush()
-        inputs, targets = (t.to(self.device, non_blocking=True) for t in batch)
+        self.learner.drop_gradients()
         pieces = list(zip(self.learner.pieces(inputs), self.learner.pieces(targets), strict=True))
+        prints = [fingerprint(y) for y in self.learner.pieces(batch[1])]
         arriving = self._passing(self.number + 1)
         losses, waiting = [], []
         for i, (x, y) in enumerate(pieces):
-            piece, loss = self._forward(i, x, y, len(x) / len(inputs), more=len(pieces) - 1 - i + self.steps_left)
+            z_in = self._input(x, prints[i], more := len(pieces) - 1 - i + self.steps_left)
+            z = self._activation(i, z_in)
+            if self.outbox is not None:
+                self.outbox.put(z, more, prints[i])
+            piece, loss = self._judged(i, z_in, z, y, len(x) / len(inputs))
             losses.append(loss)
             waiting.append(piece)
             if not arriving:
                 self._backward(*waiting.pop())
         for j in arriving:
             for z_in, z, gradients in waiting:
-                gradients[j] = self.gradients_in.take()
+                gradients[j] = self.gradients_in.take()[1]
                 self._pass_on(j, z_in, z, gradients[j])
         for piece in waiting:
             self._backward(*piece)
@@ -125,21 +131,29 @@ class LocalParallel(Staged):
         self.learner.update()
         return self.learner.loss
 
-    def _forward(self, number: int, x: Tensor, y: Tensor, weight: float, more: int) -> tuple[Piece, Tensor]:
-        """f_k, sent on; then this block's own loss, and its gradient with respect to z_k."""
-        z_in = x if self.inbox is None else self.inbox.take(more)
+    def _input(self, x: Tensor, own_print: int, more: int) -> Tensor:
+        """z_{k−1} of the targets that this rank has; the batch's inputs in the first block."""
+        z_in = x
+        if self.inbox is not None:
+            its_print, z_in = self.inbox.take(more)
+            self.check_batch(its_print, own_print)
         if self._passing(self.number):
             z_in.requires_grad_()
-        at = (self.number, self.replica, self.learner.num_steps, number)
-        with self._computing(*at, 0):
-            z = self.stage.block(z_in.clone() if z_in.requires_grad else z_in)
-        if self.outbox is not None:
-            self.outbox.put(z, more)
+        return z_in
+
+    def _activation(self, piece: int, z_in: Tensor) -> Tensor:
+        """z_k = f_k(z_{k−1})."""
+        with self._computing(piece, 0):
+            z: Tensor = self.stage.block(z_in.clone() if z_in.requires_grad else z_in)
+        return z
+
+    def _judged(self, piece: int, z_in: Tensor, z: Tensor, y: Tensor, weight: float) -> tuple[Piece, Tensor]:
+        """This block's own loss, and its gradient with respect to z_k."""
         gradients: dict[int, Tensor] = {}
         loss = torch.zeros((), device=z.device)
         if self._used(self.number):
             shown = z.detach().requires_grad_()
-            with self._computing(*at, 1):
+            with self._computing(piece, 1):
                 loss = self._loss(shown.clone(), y) * weight  # a head may begin in place
             loss.backward()
             assert shown.grad is not None
@@ -148,9 +162,9 @@ class LocalParallel(Staged):
         return (z_in, z, gradients), loss.detach()
 
     @contextmanager
-    def _computing(self, *place: int) -> Iterator[None]:
+    def _computing(self, piece: int, part: int) -> Iterator[None]:
         """Under autocast if asked for; dropout depends on where in the run it is, not on the rank that computes it."""
-        device = self.device
+        device, place = self.device, (self.number, self.replica, self.learner.num_steps, piece, part)
         with (
             seeded(device, self.seed, *place),
             torch.autocast(device.type, torch.bfloat16, enabled=self.recipe.autocast),

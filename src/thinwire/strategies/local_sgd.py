@@ -15,7 +15,8 @@ from thinwire.overlap import Alone
 from thinwire.progress import say, say_once
 from thinwire.reducers.base import Reducer
 from thinwire.reducers.mean import mean
-from thinwire.strategies.base import Learner, Recipe, Strategy, consolidated, replicate
+from thinwire.strategies.base import Strategy, consolidated, replicate
+from thinwire.strategies.learner import Learner, Recipe
 
 
 class Periodic(Strategy):

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from thinwire.comm.base import Comm
 from thinwire.comm.pipelining import Kind, Pipe
 from thinwire.comm.process import ProcessComm
-from thinwire.data import Batch
+from thinwire.data import Batch, to_device
 from thinwire.errors import UsageError
 from thinwire.progress import say_once
 from thinwire.reducers.base import Reducer
 from thinwire.reducers.mean import mean
-from thinwire.strategies.base import Recipe
-from thinwire.strategies.staged import Cut, Staged
+from thinwire.strategies.learner import Recipe
+from thinwire.strategies.staged import Cut, Staged, fingerprint
 from thinwire.surgery.costs import shown
 
 
@@ -71,15 +71,23 @@ class Pipeline(Staged):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.autocast)
 
     def step(self, batch: Batch) -> Tensor:
+        inputs, targets = to_device(batch, self.device)
         if not self.begun:
-            self.begin(batch[0])
-        inputs, targets = (t.to(self.device, non_blocking=True) for t in batch)
+            self.begin(inputs)
         parts = max(self.microbatches, self.recipe.accumulate)
         count = max(m for m in range(1, parts + 1) if len(inputs) % m == 0 and (len(inputs) >= 2 * m or m == 1))
         whole = count == parts and (self.schedule == "gpipe" or count >= self.num_blocks)
         if not whole and self.learner.num_steps == 0:  # an epoch's last batch may well be smaller
             self._tell(len(inputs), count)
+        self.learner.drop_gradients()
+        own_print = torch.tensor([fingerprint(batch[1])])
+        going = None if self.is_last else self.column.start_send(own_print, self.number + 1)
+        coming = None if self.is_first else self.column.start_recv(own_print, self.number - 1)
         self.learner.loss = self.pipe.step(inputs, targets, count)
+        if coming is not None:
+            self.check_batch(int(coming.wait()), int(own_print))
+        if going is not None:
+            going.wait()
         self.exchange.finish()
         self.learner.update(over_all=self._norm_of_the_whole)
         return self.learner.loss

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -17,7 +18,8 @@ from thinwire.errors import RunError, UsageError
 from thinwire.overlap import Afterwards, Alone, Exchange
 from thinwire.progress import say_once
 from thinwire.reducers.base import Reducer, restored
-from thinwire.strategies.base import Learner, Recipe, Strategy, average_buffers, replicate
+from thinwire.strategies.base import Strategy, average_buffers, replicate
+from thinwire.strategies.learner import Learner, Recipe
 from thinwire.surgery.blocks import Unit, balanced, check_ties, resolved, units_of
 from thinwire.surgery.costs import flops, seconds, shown
 from thinwire.surgery.hollow import filled, hollow, tensors_of
@@ -175,6 +177,16 @@ class Staged(Strategy):
         """Operations of this rank's stage in training, for the example; here those of backpropagation."""
         return flops(block, z_in, input_gradient=not self.is_first)
 
+    def check_batch(self, its_print: int, own_print: int) -> None:
+        """Stop where the stage before this one reads other batches: activations would meet other samples' targets."""
+        if its_print != own_print:
+            raise UsageError(
+                f"{self.name}: stage {self.number + 1} of {self.num_blocks} was given other targets than stage "
+                f"{self.number} in step {self.learner.num_steps + 1}; all stages of a replica must read the same "
+                "batches in the same order. Use tw.loader(data, trainer.shard, batch_size), or "
+                "DistributedSampler(data, num_replicas=trainer.shard.count, rank=trainer.shard.index)"
+            )
+
     # ---- the whole model
 
     def status(self) -> dict[str, Any]:
@@ -261,6 +273,16 @@ def _num_blocks(name: str, cut: Sequence[str], blocks: int | None, units: Sequen
         ranks, enough = f"{comm.size} rank{'s' if comm.size > 1 else ''}", -(-comm.size // asked) * asked
         raise UsageError(f"{name}: {ranks} cannot share {asked} blocks equally; try {fewer}, or {enough} ranks")
     return asked
+
+
+def fingerprint(targets: Tensor) -> int:
+    """A number that tells targets apart: a checksum of their bytes, and how many there are.
+
+    >>> fingerprint(torch.tensor([1, 2])) == fingerprint(torch.tensor([1, 2])) != fingerprint(torch.tensor([2, 1]))
+    True
+    """
+    data = targets.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return (data.numel() % 2**30 << 32) + zlib.crc32(data.numpy().tobytes())
 
 
 @contextmanager

@@ -1,0 +1,63 @@
+"""Which tensors ranks can average: dense ones of real or complex floating-point numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.errors import UsageError
+
+AVERAGED = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
+
+
+def is_averaged(tensor: Tensor) -> bool:
+    """Whether ranks can take the mean of such tensors; of others (counters, masks) rank 0's are taken."""
+    return tensor.dtype in AVERAGED
+
+
+def as_reals(tensor: Tensor) -> Tensor:
+    """A complex tensor as pairs of real numbers, along a last axis, in place; a real one as it is.
+
+    >>> as_reals(torch.tensor([1 + 2j])).tolist(), as_reals(torch.tensor([3.0])).tolist()
+    ([[1.0, 2.0]], [3.0])
+    """
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def refuse_unfit(model: nn.Module, who: str, ignored: Container[str] = ()) -> None:
+    """Raise UsageError for parameters that cannot be trained on several ranks, before the first step."""
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad and n not in ignored}
+    for name, p in trained.items():
+        if nn.parameter.is_lazy(p):
+            raise UsageError(f"{who}: {name} has no shape yet (a lazy layer); run one batch through the model first")
+        if not is_averaged(p) or p.layout != torch.strided:
+            possible = ", ".join(str(dtype).removeprefix("torch.") for dtype in AVERAGED)
+            raise UsageError(
+                f"{who}: {name} is {p.dtype}, {p.layout}; possible: dense parameters of {possible}; convert it, as "
+                "model.float() does, or set requires_grad=False"
+            )
+    for path, module in model.named_modules():
+        if getattr(module, "sparse", False) is True and any(
+            p is t for p in module.parameters() for t in trained.values()
+        ):
+            raise UsageError(f"{who}: {path or 'the model'} ({type(module).__name__}) has sparse=True; {DENSE}")
+
+
+def refuse_meta(model: nn.Module) -> None:
+    """Raise UsageError for a model without values, where all of it is needed on every rank."""
+    if empty := [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]:
+        raise UsageError(
+            f"{empty[0]} is on the meta device and has no values; make the model on a real device, or use ist, which "
+            "gives such a model its first values itself"
+        )
+
+
+def refuse_sparse(gradient: Tensor | None, name: str) -> None:
+    """Raise UsageError for a gradient that is not dense, which not every model tells beforehand."""
+    if gradient is not None and gradient.layout != torch.strided:
+        raise UsageError(f"{name} got a gradient that is {gradient.layout}; {DENSE}")
+
+
+DENSE = "possible: dense gradients; make the layer, or call the function, with sparse=False"

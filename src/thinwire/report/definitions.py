@@ -1,0 +1,29 @@
+"""What the words of a report mean."""
+
+DEFINITIONS = {
+    "Bytes sent (wire bytes)": "What a rank handed to the network to send, as thinwire's ledger counts it: the data of "
+    "each operation in the pattern it travels in, without the headers of lower layers.",
+    "Kernel bytes": "What the operating system's network interfaces counted on the same link, with headers and "
+    "repeated packets. A few per cent above the ledger is normal, and more where messages are small: each costs "
+    "some hundred bytes of its own.",
+    "Sent in training": "The bytes of training steps and of bringing models together between them, without start, "
+    "evaluation and checkpoints (sent otherwise). Where there are several nodes, those that left the node of their "
+    "sender, all ranks together: ranks of a node share its link. On one node, those of a rank on average.",
+    "× data_parallel, × alone": "How many times as fast training was: the training time of that strategy, or of one "
+    "machine alone, over this one's.",
+    "Underlined": "The best of a column, and all that cannot be told apart from it: means no further apart than chance "
+    "would bring them in 95 of 100 cases, with one deviation for all strategies (the median of theirs). Bytes do not "
+    "vary by chance; with one seed nothing else is underlined.",
+    "Updates, samples": "Steps of the optimizer, and samples that went into the model.",
+    "Waiting": "The share of training time in which computing stood still for the network, or for another rank.",
+    "Samples per s": "Training samples of all ranks per second of training.",
+    "Training time": "Time in training steps, without evaluation, checkpoints and starting up.",
+    "Time to target": "Training time until an evaluation was first as good as the target; mean over the seeds that "
+    "reached it.",
+    "± deviation": "The sample standard deviation over seeds. With one seed there is none.",
+    "Peak memory": "The most that any one rank held.",
+    "Operations a sample": "What training on a sample costs, heads included, and how much that is of "
+    "backpropagation's; counted for strategies that cut the model into blocks.",
+    "Factored model": "The trained model with low-rank layers as two thin ones, as saved, and how often its parameters "
+    "go into those of the full one.",
+}

@@ -1,0 +1,83 @@
+"""One machine alone: what a network must be worth."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor, nn
+
+from thinwire import overlap
+from thinwire.averaging import kept_buffers
+from thinwire.comm.base import Comm, in_one_go
+from thinwire.data import Batch, Shard
+from thinwire.errors import UsageError
+from thinwire.reducers.base import restored
+from thinwire.reducers.mean import mean
+from thinwire.strategies.base import Strategy, average_buffers, replicate
+from thinwire.strategies.groups import nodes_of
+from thinwire.strategies.learner import Learner, Recipe
+
+
+class Alone(Strategy):
+    """Every machine trains by itself on all the data; nothing crosses between machines.
+
+    θ ← θ − η·opt((1/m)·Σᵢ ∇Lᵢ(θ)) over the m ranks of a machine, with the batches that all ranks together would take:
+    as many updates and samples as with any other strategy. A machine is a node; where all ranks are on one node, it is
+    a rank. The result is the model of rank 0's machine. Wire bytes per step: between machines 0, inside one 2(m−1)/m·4P
+    per rank.
+
+    It is the baseline that a network must beat. All machines train at the same time, so hosts that are simulated share
+    this machine's cores as they do with any other strategy, and times can be compared.
+    """
+
+    def __init__(self, model: nn.Module, recipe: Recipe, comm: Comm, /) -> None:
+        machines = _machines(comm)
+        self.comm = comm
+        self.machine = comm.split(machines, "machine")
+        self.shard = Shard(self.machine.rank, self.machine.size)
+        self.sees_loss = any(
+            {0, comm.rank} <= set(machine) for machine in machines
+        )  # others' models are not the result
+        self.model = model
+        replicate(model, comm)
+        self.learner = Learner(model, recipe)
+        several = self.machine.size > 1
+        self.exchange = overlap.exchange(model, mean(), self.machine) if several else overlap.Alone(model)
+
+    def step(self, batch: Batch) -> Tensor:
+        loss = self.learner.backward(batch, self.exchange)
+        self.learner.update()
+        return loss
+
+    def end_epoch(self) -> None:
+        """Nothing to do: parameters never differ between the ranks of a machine."""
+
+    def consolidate(self, factored: bool = False) -> nn.Module:
+        """The model of rank 0's machine, on every rank."""
+        whole = copy.deepcopy(self.model)
+        average_buffers(whole, self.machine)
+        with self.comm.ledger.purpose("sync", instead_of="train"):
+            in_one_go([*whole.parameters(), *kept_buffers(whole)], self.comm.broadcast)
+        return whole
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"learner": self.learner.state_dict(), "reducer": self.exchange.states}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.learner.load_state_dict(state["learner"])
+        self.exchange.states = restored(self.exchange.states, state["reducer"])
+
+
+def _machines(comm: Comm) -> list[list[int]]:
+    """The ranks of each machine, equally many."""
+    nodes = nodes_of(comm)
+    sizes = [len(node) for node in nodes]
+    if len(nodes) == 1:
+        return [[rank] for rank in range(comm.size)]
+    if len(set(sizes)) > 1:
+        raise UsageError(
+            f"alone: nodes have {', '.join(map(str, sizes))} ranks, and machines that are compared must be equal; "
+            "start as many ranks on every node"
+        )
+    return nodes

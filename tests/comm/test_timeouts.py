@@ -1,0 +1,86 @@
+"""How long a rank waits for another: what the first group was told holds for every group that is made beside it."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire as tw
+from tests.worlds import ProcessWorlds
+from thinwire.comm import process
+from thinwire.comm.joining import beside
+from thinwire.comm.process import ProcessComm
+from thinwire.errors import PeerLost
+
+
+def seconds(groups: Sequence[dist.ProcessGroup]) -> list[float]:
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+
+def group_of(timeout: float) -> dist.ProcessGroup:
+    made = dist.new_group(timeout=datetime.timedelta(seconds=timeout))
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def test_join_hands_its_timeout_to_all_groups() -> None:
+    with tw.join(timeout_seconds=9) as comm:
+        part = comm.split([[0]], "part")
+        assert seconds([comm.group, comm.side_group, part.group, part.side_group]) == [9] * 4
+
+
+def test_groups_beside_one_that_exists_wait_as_long_as_it_does() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=datetime.timedelta(seconds=7))
+    try:
+        with tw.join(timeout_seconds=9) as comm:
+            assert seconds([comm.group, comm.side_group]) == [7, 7]
+    finally:
+        dist.destroy_process_group()
+
+
+def split_and_attached(comm: ProcessComm) -> list[float]:
+    half = comm.split([[0], [1]], "half")
+    ddp = DistributedDataParallel(nn.Linear(3, 2), process_group=group_of(7))
+    attached = tw.attach(ddp, "mean")
+    own = attached._exchange.comm
+    found = seconds([comm.side_group, half.group, half.side_group, own.group, own.side_group])
+    attached.close()
+    return found
+
+
+def test_processes_pass_timeouts_on(process_world: ProcessWorlds) -> None:
+    assert process_world.run(split_and_attached, 2) == [[60, 60, 60, 7, 7]] * 2
+
+
+def one_never_answers(comm: ProcessComm) -> str:
+    own = beside(group_of(1), torch.device("cpu"))
+    grace, process.PEER_GRACE_SECONDS = process.PEER_GRACE_SECONDS, 0.0
+    message = ""
+    try:
+        if comm.rank == 0:
+            own.sum(torch.ones(3))
+    except PeerLost as error:
+        message = str(error)
+    finally:
+        process.PEER_GRACE_SECONDS = grace
+        comm.barrier()  # the other rank was here all the time
+        own.close()
+    return message
+
+
+def test_a_rank_that_never_answers_is_lost_after_that_time(process_world: ProcessWorlds) -> None:
+    first, second = process_world.run(one_never_answers, 2)
+    assert "lost contact with another rank" in first
+    assert second == ""
+
+
+@pytest.mark.parametrize("given", [0, -1, float("nan"), float("inf"), 1e300])
+def test_a_timeout_that_is_none_is_refused(given: float) -> None:
+    with pytest.raises(tw.UsageError, match=r"timeout_seconds=.*possible"), tw.join(timeout_seconds=given):
+        pass

@@ -1,0 +1,89 @@
+"""One machine alone: what plain training gives, and nothing between machines."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+import thinwire as tw
+from tests.strategies.test_laws import MODELS, batches, same, sgd, steps, trainer, weights, worlds
+from thinwire.comm.base import Comm
+
+World = Callable[..., list[Any]]
+
+
+def plainly_trained() -> dict[str, Tensor]:
+    """What a loop of torch alone makes of the batches."""
+    model = copy.deepcopy(MODELS[0])
+    optimizer = sgd(model.parameters())
+    for inputs, targets in batches(6, 24):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    return weights(model)
+
+
+def on_nodes(comm: Comm, spec: str, nodes: tuple[int, ...]) -> tuple[dict[str, Tensor], dict[str, int], int]:
+    """The model, the bytes of each purpose, and those of training that left the node, with ranks on such nodes."""
+    before, comm.nodes = comm.nodes, nodes
+    try:
+        strategy = trainer(comm, spec)
+        steps(strategy, batches(6, 24))
+        strategy.end_epoch()
+        model = weights(strategy.consolidate())
+    finally:
+        comm.nodes = before
+    rows = comm.ledger.rows()
+    sent = {row["purpose"]: 0 for row in rows}
+    for row in rows:
+        sent[row["purpose"]] += row["wire_bytes"]
+    return model, sent, sum(row["between_bytes"] for row in rows if row["purpose"] == "train")
+
+
+@worlds(threads=[1, 2, 4], processes=[1, 3])
+def test_every_rank_of_one_node_trains_as_if_there_were_no_other(world: World, ranks: int) -> None:
+    expected = plainly_trained()
+    for model, sent, _ in world(on_nodes, ranks, "alone", (0,) * ranks):
+        assert same(model, expected)
+        assert "train" not in sent, "not a single message"
+
+
+@worlds(threads=[4], processes=[4])
+def test_the_ranks_of_a_node_are_one_machine_and_nothing_leaves_it(world: World, ranks: int) -> None:
+    expected = world(on_nodes, 2, "data_parallel", (0, 0))
+    gradients = 4 * sum(p.numel() for p in MODELS[0].parameters())
+    for model, sent, between in world(on_nodes, ranks, "alone", (0, 0, 1, 1)):
+        assert same(model, expected[0][0])
+        assert between == 0
+        assert sent["train"] == expected[0][1]["train"] == 6 * gradients, "a ring of two, in every step"
+
+
+def test_nodes_need_not_be_numbered_in_the_order_of_ranks() -> None:
+    def train(comm: Comm) -> tuple[tuple[int, int], bool]:
+        comm.nodes = (1, 0, 1, 0)
+        strategy = trainer(comm, "alone")
+        return (strategy.shard.index, strategy.shard.count), strategy.sees_loss
+
+    assert tw.simulate(train, ranks=4) == [((0, 2), True), ((0, 2), False), ((1, 2), True), ((1, 2), False)]
+
+
+def test_where_machines_differ_the_result_is_that_of_the_first() -> None:
+    def train(comm: Comm) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
+        strategy = trainer(comm, "alone")
+        inputs, targets = batches(1, 24)[0]
+        strategy.step((inputs + comm.rank // 2, targets))  # as dropout would make them differ
+        return weights(strategy.model), weights(strategy.consolidate()), strategy.sees_loss
+
+    own, whole, sees = zip(*tw.simulate(train, ranks=4, nodes=2), strict=True)
+    assert not same(own[0], own[2])
+    assert all(same(one, own[0]) for one in whole)
+    assert sees == (True, True, False, False)
+
+
+def test_unequal_nodes_are_refused() -> None:
+    with pytest.raises(tw.UsageError, match=r"alone: nodes have 2, 1 ranks.*start as many ranks on every node"):
+        tw.simulate(lambda comm: trainer(comm, "alone"), ranks=3, nodes=2)

@@ -1,0 +1,103 @@
+"""One rank fails: nobody waits for it for ever, whatever the strategy and wherever it was."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire as tw
+from tests.strategies.test_laws import MODELS, STRATEGIES, VARIANTS, batches, sgd
+from tests.worlds import ends_of
+from thinwire.comm import process
+from thinwire.comm.base import Comm
+
+NUM_STEPS, EPOCH = 9, 5
+UNEVEN = [
+    "daso(warmup_epochs=0)",
+    "daso(warmup_epochs=0, merge=delta, max_global_skips=2)",
+    "daso(warmup_epochs=1, cooldown_epochs=1)",
+    "ab(sync_every=3, warmup=1, cutoff=0.7)",
+]
+
+
+class Broken(Exception):
+    """What a rank fails with."""
+
+
+def train_until(comm: Comm, spec: str, rank: int, step: int, inside: bool, epoch: int = EPOCH) -> int:
+    """Train; one rank fails in one step: in its loss, in mid-step, or before it."""
+    done = 0
+
+    def loss_of(output: Tensor, targets: Tensor) -> Tensor:
+        if inside and (comm.rank, done) == (rank, step):
+            raise Broken
+        return nn.functional.cross_entropy(output, targets)
+
+    strategy = tw.prepare(spec, model=copy.deepcopy(MODELS[0]), optimizer=sgd, loss=loss_of, comm=comm, epochs=8)
+    shard = strategy.shard
+    for number, (x, y) in enumerate(batches(NUM_STEPS, 24)):
+        done = number
+        if not inside and (comm.rank, done) == (rank, step):
+            raise Broken
+        strategy.step((x[shard.index :: shard.count], y[shard.index :: shard.count]))
+        if (number + 1) % epoch == 0:
+            strategy.end_epoch()
+    strategy.consolidate()
+    if (comm.rank, inside) == (rank, True):
+        raise Broken  # on a rank that computes no loss
+    return done
+
+
+@pytest.mark.parametrize(("ranks", "nodes"), [(2, 1), (3, 2), (4, 2)])
+@pytest.mark.parametrize("spec", [s for s in (*VARIANTS, *UNEVEN) if not s.startswith("pipeline")])
+def test_on_threads_every_rank_ends_with_the_one_that_fails(spec: str, ranks: int, nodes: int) -> None:
+    choose = random.Random(f"{spec} {ranks}")
+    nodes = ranks if spec == "alone" else nodes  # which refuses unequal ones
+    for rank in range(ranks):
+        step, inside = choose.randrange(NUM_STEPS), choose.random() < 0.5
+        with pytest.raises(Broken):
+            tw.simulate(lambda comm: train_until(comm, spec, rank, step, inside), ranks=ranks, nodes=nodes)  # noqa: B023
+
+
+@pytest.mark.parametrize("spec", UNEVEN)
+def test_a_node_of_one_rank_may_fail_at_any_step(spec: str) -> None:
+    for step in range(NUM_STEPS):
+        with pytest.raises(Broken):
+            tw.simulate(
+                lambda comm: train_until(comm, spec, 2, step, inside=False, epoch=NUM_STEPS),  # noqa: B023
+                ranks=3,
+                nodes=2,
+            )
+
+
+def wait_for_each_other(comm: Comm) -> None:
+    if comm.rank == 0:
+        comm.recv(torch.zeros(1), 1)
+    else:
+        comm.sum(torch.zeros(1))
+
+
+def test_ranks_that_wait_for_each_other_are_told_so() -> None:
+    with pytest.raises(tw.RunError, match=r"wait for each other.*rank 0 .*rank 1"):
+        tw.simulate(wait_for_each_other, ranks=2)
+
+
+def quickly_until(comm: Comm, spec: str, rank: int, step: int, inside: bool) -> int:
+    process.PEER_GRACE_SECONDS = 0.1
+    return train_until(comm, spec, rank, step, inside)
+
+
+@pytest.mark.usefixtures("process_world")  # whose fork server stays
+@pytest.mark.parametrize("spec", [*STRATEGIES, "diloco(every=4, fragments=2)", *UNEVEN])
+def test_on_processes_every_rank_ends_with_the_one_that_fails(spec: str) -> None:
+    choose = random.Random(spec)
+    rank, step, inside = choose.randrange(3), choose.randrange(NUM_STEPS), choose.random() < 0.5
+    nodes = [1, 1, 1] if spec == "alone" else [2, 1]
+    ends = ends_of(quickly_until, nodes, spec, rank, step, inside)
+    assert ends[rank] == "Broken"
+    for other, end in enumerate(ends):
+        assert other == rank or end == "PeerLost", f"rank {other}: {end}"
