@@ -122,6 +122,11 @@ def test_a_batch_of_nothing_is_refused() -> None:
         tw.loader(numbers(4), Shard(0, 1), batch_size=0)
 
 
+def test_a_shard_is_the_trainers() -> None:
+    with pytest.raises(tw.UsageError, match=r"shard is int; give trainer.shard"):
+        tw.loader(numbers(4), 2, batch_size=1)  # type: ignore[arg-type]
+
+
 def test_mixed_seeds_do_not_collide() -> None:
     seeds = {mix(a, b, c) for a in range(12) for b in range(12) for c in range(12)}
     assert len(seeds) == 12**3

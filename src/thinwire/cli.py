@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -132,13 +133,21 @@ def main() -> None:
     except CycloptsError as error:
         cause = error.__cause__
         command = next((word for word in sys.argv[1:] if not word.startswith("-")), "thinwire")
-        _stop(registry.explain(cause, command, "--") if isinstance(cause, ValidationError) else str(error), 2)
+        _stop(registry.explain(cause, command, "--") if isinstance(cause, ValidationError) else _unknown(error), 2)
     except ThinwireError as error:
         _stop(str(error), error.exit_code)
     except KeyboardInterrupt:
         _stop("stopped", 130)
     except BrokenPipeError:  # the reader, head say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _unknown(error: CycloptsError) -> str:
+    """What is unknown; an option of a strategy's own is told where it goes."""
+    given = re.match(r"Unknown option: --([\w-]+)", str(error))
+    name = given.group(1).replace("-", "_") if given else ""
+    owners = [e.name for e in registry.describe("strategies") if name in {option.name for option in e.options}]
+    return f'--{name.replace("_", "-")} goes in brackets: "{owners[0]}({name}=…)"' if owners else str(error)
 
 
 def _stop(message: str, code: int) -> None:

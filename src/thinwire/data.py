@@ -54,6 +54,10 @@ class Loader:
         num_workers: int = 0,
         ranks: int | None = None,
     ) -> None:
+        if not isinstance(shard, Shard):
+            raise UsageError(
+                f"shard is {type(shard).__name__}; give trainer.shard, of the trainer that takes the batches"
+            )
         if batch_size < 1:
             raise UsageError(f"batch_size={batch_size}; possible: 1 or more")
         self.dataset = dataset

@@ -39,6 +39,6 @@ def unknown(kind: str, given: str, possible: Iterable[str]) -> UsageError:
     unknown strategy 'data_paralel'; did you mean 'data_parallel'? Possible: daso, data_parallel
     """
     names = sorted(possible)
-    near = difflib.get_close_matches(given, names, n=1)
+    near = difflib.get_close_matches(given.lower().replace("-", "_"), names, n=1)
     hint = f"did you mean '{near[0]}'? Possible" if near else "possible"
     return UsageError(f"unknown {kind} '{given}'; {hint}: {', '.join(names) or 'none'}")

@@ -41,6 +41,10 @@ def settle(file: Path | None, asked: dict[str, Any]) -> RunConfig:
 
     Where there is no run yet, --resume starts one if its settings are given: a job that is queued again is one command.
     """
+    kind = registry.kind_of(str(file).partition("(")[0])
+    if file is not None and kind is not None and not file.exists():
+        what = registry.SINGULAR[kind]
+        raise UsageError(f"{file} is a {what}, not a TOML file of settings; give names by their options, as --{what}")
     given = {**(read_toml(file) if file else {}), **asked}
     config = make_config(given, source=str(file or "settings"))
     if config.resume and config.out is not None and is_free(config.out) and not given.keys() <= MAY_CHANGE:

@@ -145,17 +145,22 @@ def find(kind: str, name: str) -> tuple[str, str]:
 
 def _elsewhere(kind: str, name: str) -> UsageError | None:
     """The error for a name of another kind: a reducer where a strategy belongs, say."""
-    other = next((k for k in TABLE if name in TABLE[k]), None)
+    other = kind_of(name)
     if other is None:
         return None
     example = ""
     if (kind, other) == ("strategies", "reducers"):
         example = f"; try data_parallel(reducer={name})"
-    elif other in ("strategies", "tasks", "models", "optimizers", "schedules"):
+    elif other not in NESTED.values():
         example = f"; give it as --{SINGULAR[other]} {name}"
     return UsageError(
         f"{name} is a {SINGULAR[other]}, not a {SINGULAR[kind]}{example}. Possible: {', '.join(sorted(TABLE[kind]))}"
     )
+
+
+def kind_of(name: str) -> str | None:
+    """The kind of thing that is registered under a name."""
+    return next((kind for kind, names in TABLE.items() if name in names), None)
 
 
 def load(kind: str, name: str) -> Any:

@@ -46,6 +46,8 @@ def parse(text: str) -> Spec:
             tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         raise _malformed(text) from None
+    if isinstance(tree, ast.Tuple):
+        raise UsageError(f"'{text}' is several; give them one by one, as compare data_parallel local_sgd")
     value = _value(tree, text)
     if not isinstance(value, Spec):
         raise _malformed(text)
@@ -79,6 +81,14 @@ def _show(value: Value) -> str:
 
 
 def _malformed(text: str) -> UsageError:
+    name, bracket, rest = text.strip().partition("(")
+    if "-" in name and name.replace("-", "_").isidentifier():
+        return UsageError(f"cannot read '{text}'; names have no '-': try {name.replace('-', '_')}{bracket}{rest}")
+    if ":" in name:
+        return UsageError(
+            f"cannot read '{text}': only a task may be your own package.module:function, and a model of yours is "
+            "part of one, as Task(…, model=make); expected a name or name(option=value, …) from 'thinwire list'"
+        )
     return UsageError(
         f"cannot read '{text}'; expected a name or name(option=value, …), "
         "for example data_parallel, maxnorm(bits=4) or local_parallel(cut=['2.conv']): text that is no plain name in "

@@ -306,6 +306,37 @@ def test_parameters_without_gradient_are_explained_otherwise(world: World) -> No
     assert all("unused_parameters=True" in message for message in world(refuse_branches, 2))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss": nn.CrossEntropyLoss}, "loss=<class .*CrossEntropyLoss'>; give a function"),
+        ({"model": nn.Linear}, "model=<class .*give a module"),
+        ({"clip_norm": -1.0}, "clip_norm=-1.0; possible: more than 0"),
+        ({"clip_norm": float("nan")}, "clip_norm=nan; possible"),
+        ({"epochs": 0}, "epochs=0; give how many"),
+        ({"epochs": 2.5}, "epochs=2.5; give how many"),
+    ],
+)
+def test_what_cannot_be_trained_with_is_refused_at_once(changes: dict[str, Any], message: str) -> None:
+    with tw.join() as comm, pytest.raises(tw.UsageError, match=message):
+        tw.prepare(
+            **{
+                "spec": "data_parallel", "model": copy.deepcopy(PLAIN), "optimizer": sgd,
+                "loss": nn.functional.cross_entropy, "comm": comm, **changes,
+            }
+        )  # fmt: skip
+
+
+def test_a_ddp_is_not_averaged_a_second_time() -> None:
+    with tw.join() as comm:
+        ddp = nn.parallel.DistributedDataParallel(copy.deepcopy(PLAIN))
+        for model in (ddp, torch.compile(ddp)):
+            with pytest.raises(
+                tw.UsageError, match=r"wrapped in Distributed.*give the model in it, model.module, or .*att"
+            ):
+                tw.prepare("local_sgd", model=model, optimizer=sgd, loss=nn.functional.cross_entropy, comm=comm)
+
+
 def test_an_optimizer_in_place_of_its_factory_is_explained() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(tw.UsageError, match="give a factory, not an optimizer"):

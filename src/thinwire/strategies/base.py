@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import registry
 from thinwire.averaging import kept_buffers
@@ -136,16 +137,31 @@ def prepare(
         raise UsageError(
             "optimizer: give a factory, not an optimizer: lambda parameters: torch.optim.SGD(parameters, 0.1)"
         )
-    if not callable(loss):
+    if not callable(loss) or isinstance(loss, type):
         raise UsageError(f"loss={loss!r}; give a function of (output, targets), as torch.nn.functional.cross_entropy")
     if accumulate < 1:
         raise UsageError(f"accumulate={accumulate}; possible: 1 or more")
+    if clip_norm is not None and not clip_norm > 0:
+        raise UsageError(f"clip_norm={clip_norm}; possible: more than 0, or None to leave gradients as they are")
+    if epochs is not None and (epochs < 1 or epochs != int(epochs)):
+        raise UsageError(f"epochs={epochs}; give how many there will be, 1 or more, or leave it out")
     _check_schedule(schedule)
+    _check_model(model)
     refuse_emptied(model)
     refuse_unfit(model, "prepare")
     recipe = Recipe(loss, optimizer, schedule, clip_norm, accumulate, autocast, epochs)
     strategy: Strategy = registry.build("strategies", spec, model, recipe, comm)
     return strategy
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model={model!r}; give a module, as torch.nn.Linear(20, 2)")
+    if isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel):
+        raise UsageError(
+            "model is wrapped in DistributedDataParallel, which would average gradients a second time; give the model "
+            "in it, model.module, or keep the DDP and your loop: tw.attach"
+        )
 
 
 def _check_schedule(schedule: Callable[[int], float]) -> None:
