@@ -30,6 +30,7 @@ class Wave(nn.Module):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
+        torch.manual_seed(1)  # this process's models are those of others
         generator = torch.Generator().manual_seed(1)
         self.first = nn.Parameter(torch.randn(6, 12, dtype=dtype, generator=generator))
         self.turned = nn.Parameter(torch.randn(12, 9, dtype=dtype, generator=generator).t().contiguous().t())

@@ -19,6 +19,7 @@ from thinwire.comm.base import Comm
 from thinwire.reducers.base import Named
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
+torch.manual_seed(0)  # this process's model is that of others
 NET = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
 
 
@@ -294,6 +295,7 @@ class Waves(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(3)  # this process's model is that of others
         generator = torch.Generator().manual_seed(3)
         self.spread = nn.Conv2d(2, 4, 3, bias=False).to(memory_format=torch.channels_last)
         self.turn = nn.Parameter(torch.randn(4, 3, dtype=torch.complex64, generator=generator))
