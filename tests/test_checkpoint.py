@@ -235,10 +235,11 @@ def test_a_checkpoint_of_an_earlier_format_is_named_and_kept(tmp_path: Path) -> 
     save_steps(tmp_path, 1, [10])
     manifest = tmp_path / "step-00000010" / "rank-0.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": "thinwire-checkpoint-2"}))
-    found, warnings = load(tmp_path, 1)
-    assert found == [None]
-    assert "has format 'thinwire-checkpoint-2'; this version of thinwire reads 'thinwire-checkpoint-3'" in warnings[0]
-    assert manifest.with_name("rank-0.json.refused").exists()
+    before = {path.name: path.read_bytes() for path in manifest.parent.iterdir()}
+    words = "has format 'thinwire-checkpoint-2'; this version of thinwire reads 'thinwire-checkpoint-3'"
+    with pytest.raises(tw.RunError, match=f"{words}.*Nothing was changed"):
+        load(tmp_path, 1)
+    assert {path.name: path.read_bytes() for path in manifest.parent.iterdir()} == before
 
 
 def test_a_model_of_complex_numbers_is_saved_for_others_to_read(tmp_path: Path) -> None:
@@ -288,16 +289,15 @@ def test_what_is_not_finite_is_not_saved(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_another_run_is_refused_by_what_differs(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, [10])
-    found, warnings = load(tmp_path, 1, {**IDENTITY, "seed": 7})
-    assert found == [None]
-    assert "another run (seed: 0 there, 7 here)" in warnings[0]
+    with pytest.raises(tw.RunError, match=r"another run \(seed: 0 there, 7 here\).*another --out"):
+        load(tmp_path, 1, {**IDENTITY, "seed": 7})
+    assert [step for step, _ in load(tmp_path, 1)[0]] == [10], "nothing was changed"
 
 
 def test_other_numbers_of_ranks_are_refused(tmp_path: Path) -> None:
     save_steps(tmp_path, 2, [10])
-    found, warnings = load(tmp_path, 1)
-    assert found == [None]
-    assert "ranks: 2 there, 1 here" in warnings[0]
+    with pytest.raises(tw.RunError, match="ranks: 2 there, 1 here"):
+        load(tmp_path, 1)
 
 
 def test_no_checkpoint_at_all(tmp_path: Path) -> None:

@@ -152,9 +152,14 @@ def test_a_loader_goes_on_where_another_was_saved(stop: int) -> None:
     assert seen == whole
 
 
-def test_a_loop_that_was_left_early_begins_the_next_epoch() -> None:
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_loop_that_was_left_early_begins_the_next_epoch(ended: bool) -> None:
     loader = tw.loader(numbers(20), Shard(0, 1), batch_size=5)
     next(iter(loader))
+    if ended:
+        loader.end_epoch()
+        saved, loader = loader.state_dict(), tw.loader(numbers(20), Shard(0, 1), batch_size=5)
+        loader.load_state_dict(saved)
     assert torch.cat([y for _, y in loader]).tolist() == torch.cat(loader.indices(1)).tolist()
 
 

@@ -128,11 +128,21 @@ def test_ranks_stay_equal_with_complex_parameters_under_prepare(world: World, dt
     for number, spec in enumerate(STRATEGIES):
         assert same(first[number], second[number]), spec
         assert not torch.equal(first[number]["first"], MODELS[dtype].first), spec
-    states = [copy.deepcopy(MODELS[dtype]) for _ in range(2)]
-    for rank, model in enumerate(states):
-        model(batches(rank, 1)[0][0])
-    assert first[0]["seen"].is_complex()
-    assert first[0]["seen"].imag.any(), "complex buffers are averaged, too"
+
+
+def seen(comm: Comm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A buffer on this rank, and in the model that is put together."""
+    trainer = tw.prepare("data_parallel", model=copy.deepcopy(MODELS[dtype]), optimizer=sgd, loss=loss, comm=comm)
+    trainer.step(batches(comm.rank)[0])
+    return trainer.model.get_buffer("seen").clone(), trainer.consolidate().get_buffer("seen")
+
+
+@pytest.mark.parametrize("dtype", COMPLEX, ids=str)
+def test_complex_buffers_are_averaged(world: World, dtype: torch.dtype) -> None:
+    (first, mean), (second, same_mean) = world(seen, 2, dtype)
+    assert torch.equal(mean, same_mean)
+    assert not torch.equal(first, second)
+    torch.testing.assert_close(mean, (first + second) / 2)
 
 
 def test_processes_train_complex_parameters_as_threads_do(process_world: ProcessWorlds) -> None:
@@ -298,6 +308,9 @@ def test_a_model_without_values_is_refused_where_all_of_it_is_needed(spec: str) 
 
 
 def test_what_is_not_trained_may_be_anything() -> None:
+    flagged = nn.Linear(3, 2)
+    flagged.sparse = True  # a word of somebody's own, about something else
+    refuse_unfit(flagged, "prepare")
     frozen = nn.Embedding(9, 5, sparse=True).requires_grad_(False)
     refuse_unfit(nn.Sequential(frozen, nn.Linear(3, 2), of_dtype(torch.int8)), "prepare")
     refuse_unfit(nn.Sequential(nn.Embedding(9, 5, sparse=True)), "attach", ignored=["0.weight"])

@@ -32,10 +32,14 @@ DAMAGE = (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionErr
 Tree = Any  # dicts, lists, tuples, tensors, numbers, strings, booleans, None
 
 
+class Foreign(RunError):
+    """A checkpoint that is whole, but of another run, or of another version of thinwire."""
+
+
 class Checkpoints:
     """The checkpoints of one run, as one rank sees them.
 
-    `identity` describes the run (its config); a checkpoint of another run is refused.
+    `identity` describes the run (its config); a folder with checkpoints of another run alone is refused.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class Checkpoints:
         self.identity = {**identity, "ranks": comm.size}
         self.keep = keep
         self.warn = warn
+        self.foreign = ""  # why a whole checkpoint is not of this run
 
     def save(self, step: int, make_state: Callable[[], Tree]) -> None:
         """Write a checkpoint and keep the last few. Collective."""
@@ -70,6 +75,7 @@ class Checkpoints:
 
     def load_latest(self) -> tuple[int, Tree] | None:
         """The newest checkpoint that every rank has whole, or None. Collective."""
+        self.foreign = ""
         found: dict[int, Tree] = {}
         candidates = self._steps()
         while True:
@@ -78,9 +84,21 @@ class Checkpoints:
                 everyones = gather_json(self.comm, mine)
             step = min(everyones)
             if step == max(everyones):
+                if step < 0:
+                    self._refuse_foreign()
                 self._set_aside(step)
                 return (step, found[step]) if step >= 0 else None
             candidates = [s for s in candidates if s <= step]
+
+    def _refuse_foreign(self) -> None:
+        """Where checkpoints are whole but not this run's, a new run must not take their folder. Collective."""
+        with self.comm.ledger.purpose("checkpoint"):
+            reasons = [reason for reason in gather_json(self.comm, self.foreign) if reason]
+        if reasons:
+            raise RunError(
+                f"{reasons[0]}. Nothing was changed; go on with the settings, and the version of thinwire, that it was "
+                "made with, or give another --out"
+            )
 
     def _set_aside(self, step: int) -> None:
         """Rename what is newer than the checkpoint in use: it must not count, but it is not ours to delete."""
@@ -95,6 +113,8 @@ class Checkpoints:
         try:
             found[step] = self._read(step)
         except RunError as error:
+            if isinstance(error, Foreign):
+                self.foreign = self.foreign or str(error)
             self.warn(f"{error}; trying the one before")
         return step in found
 
@@ -104,12 +124,12 @@ class Checkpoints:
             told = json.loads(manifest.read_text(encoding="utf-8"))
             kind, own_hash = told.pop("format"), told.pop("manifest_sha256", None)
             if kind != FORMAT:
-                raise RunError(f"checkpoint {manifest} has format {kind!r}; this version of thinwire reads {FORMAT!r}")
+                raise Foreign(f"checkpoint {manifest} has format {kind!r}; this version of thinwire reads {FORMAT!r}")
             if own_hash != _hash_of(told):
                 raise RunError(f"checkpoint {manifest} is damaged (its hash is not the one that it tells)")
             if told["identity"] != self.identity:
                 difference = _difference(told["identity"], self.identity)
-                raise RunError(f"checkpoint {manifest} is of another run ({difference})")
+                raise Foreign(f"checkpoint {manifest} is of another run ({difference})")
             if (there := {key: told[key] for key in self._place(step)}) != self._place(step):
                 raise RunError(f"checkpoint {manifest} is of another place ({_difference(there, self._place(step))})")
             if told["sha256"] != _hash(data):

@@ -84,7 +84,7 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         """The next epoch; after `load_state_dict`, what is left of the one that was saved."""
         if self._begun:
-            self.end_epoch(self.epoch)
+            self.end_epoch()
         self._begun = True
         return self._counted(self.epoch)
 
@@ -93,12 +93,12 @@ class Loader:
             if self.epoch == epoch:
                 self.batch = number
             yield batch
-        self.end_epoch(epoch)
-
-    def end_epoch(self, epoch: int) -> None:
-        """Leave an epoch for the next one, whatever is left of it; does nothing if that has happened."""
         if self.epoch == epoch:
-            self.epoch, self.batch, self._begun = epoch + 1, 0, False
+            self.end_epoch()
+
+    def end_epoch(self) -> None:
+        """Leave the present epoch for the next one; to be called where a loop over its batches was left early."""
+        self.epoch, self.batch, self._begun = self.epoch + 1, 0, False
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data: save it with the trainer's state."""

@@ -39,9 +39,8 @@ def refuse_unfit(model: nn.Module, who: str, ignored: Container[str] = ()) -> No
                 "model.float() does, or set requires_grad=False"
             )
     for path, module in model.named_modules():
-        if getattr(module, "sparse", False) is True and any(
-            p is t for p in module.parameters() for t in trained.values()
-        ):
+        sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        if sparse and any(module.weight is t for t in trained.values()):
             raise UsageError(f"{who}: {path or 'the model'} ({type(module).__name__}) has sparse=True; {DENSE}")
 
 

@@ -108,8 +108,14 @@ def label(tensor: Tensor, about: int = 0) -> Tensor:
     >>> label(torch.zeros(2, 3), about=7).tolist()
     [7, 0, 2, 2, 3, 0, 0, 0, 0]
     """
-    if tensor.dtype not in DTYPES or tensor.ndim > MAX_DIMENSIONS:
-        raise UsageError(f"blocks cannot pass on {tensor.dtype} of {tensor.ndim} dimensions; at most six are possible")
+    if tensor.dtype not in DTYPES:
+        possible = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise UsageError(f"blocks cannot pass on {tensor.dtype}; possible: {possible}; cut the model elsewhere")
+    if tensor.ndim > MAX_DIMENSIONS:
+        raise UsageError(
+            f"blocks cannot pass on tensors of {tensor.ndim} dimensions; possible: up to {MAX_DIMENSIONS}; flatten "
+            "some of them, or cut the model elsewhere"
+        )
     numbers = [about, DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
     return torch.tensor(numbers + [0] * (LABEL_NUMBERS - len(numbers)))
 

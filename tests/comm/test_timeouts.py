@@ -59,7 +59,7 @@ def test_processes_pass_timeouts_on(process_world: ProcessWorlds) -> None:
 
 
 def one_never_answers(comm: ProcessComm) -> str:
-    own = beside(group_of(1), torch.device("cpu"))
+    own = beside(group_of(4), torch.device("cpu"))
     grace, process.PEER_GRACE_SECONDS = process.PEER_GRACE_SECONDS, 0.0
     message = ""
     try:

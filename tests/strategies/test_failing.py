@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
+import time
 
 import pytest
 import torch
@@ -84,6 +86,35 @@ def wait_for_each_other(comm: Comm) -> None:
 def test_ranks_that_wait_for_each_other_are_told_so() -> None:
     with pytest.raises(tw.RunError, match=r"wait for each other.*rank 0 .*rank 1"):
         tw.simulate(wait_for_each_other, ranks=2)
+
+
+def wait_and_go_on(comm: Comm) -> float:
+    try:
+        wait_for_each_other(comm)
+    except tw.RunError as error:
+        assert "wait for each other" in str(error)  # noqa: PT017
+    return comm.split([[0, 1]], "again").sum(torch.ones(1)).item()
+
+
+def test_ranks_that_were_told_so_can_go_on() -> None:
+    assert tw.simulate(wait_and_go_on, ranks=2) == [2.0, 2.0]
+
+
+def with_a_second_thread(comm: Comm) -> list[float]:
+    """Two threads of a rank wait at a time, each for what a group of its own brings."""
+    other, found = comm.split([[0, 1]], "other"), []
+    second = threading.Thread(target=lambda: found.append(other.sum(torch.ones(1)).item()))
+    second.start()
+    if comm.rank == 1:
+        time.sleep(0.05)
+    found.insert(0, comm.sum(torch.ones(1)).item())
+    second.join()
+    return found
+
+
+def test_a_rank_may_wait_in_two_threads() -> None:
+    for _ in range(5):
+        assert tw.simulate(with_a_second_thread, ranks=2) == [[2.0, 2.0]] * 2
 
 
 def quickly_until(comm: Comm, spec: str, rank: int, step: int, inside: bool) -> int:

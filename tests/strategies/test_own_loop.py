@@ -17,6 +17,7 @@ import thinwire as tw
 from tests.strategies.test_laws import MODELS, STRATEGIES, World, batches, same, sgd, steps, trainer, weights
 from tests.worlds import ProcessWorlds, on_threads
 from thinwire.comm.base import Comm
+from thinwire.strategies.staged import fingerprint
 
 RENEWING = ("ab", "ist")  # make a new optimizer in mid-run
 FACTORS = [1.0, 0.0, 0.25, 2.0, 0.5, 1.0]
@@ -132,6 +133,61 @@ def test_strategies_that_renew_their_optimizer_refuse_its_scheduler(spec: str) -
 def test_a_schedule_that_is_none_is_refused_before_the_first_step(schedule: Any) -> None:
     with pytest.raises(tw.UsageError, match=r"schedule=.*lambda step"), tw.join() as comm:
         trainer(comm, "data_parallel", schedule=schedule)
+
+
+class Failing(torch.optim.SGD):
+    """Runs out of memory in its first step."""
+
+    def step(self, closure: Any = None) -> None:
+        if not getattr(self, "failed", False):
+            self.failed = True
+            raise MemoryError
+        super().step()
+
+
+def test_a_step_that_fails_leaves_the_learning_rate_as_it_was() -> None:
+    made = []
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made.append(Failing(parameters, 0.1))
+        return made[-1]
+
+    with tw.join() as comm:
+        strategy = tw.prepare(
+            "data_parallel", model=copy.deepcopy(MODELS[0]), optimizer=optimizer, comm=comm,
+            loss=nn.functional.cross_entropy, schedule=lambda step: 0.5,
+        )  # fmt: skip
+        with pytest.raises(MemoryError):
+            strategy.step(batches(1, 24)[0])
+        assert made[0].param_groups[0]["lr"] == 0.1
+
+
+def with_a_scheduler_saved(comm: Comm, spec: str, stop: int) -> dict[str, Tensor]:
+    """Nine steps, stopped after some of them, with the states of trainer and scheduler."""
+    data, saved = batches(9, 24), None
+    for begin, end in ((0, stop), (stop, 9)):
+        optimizer = Scheduled(lambda made: CosineAnnealingLR(made, 9))
+        strategy = tw.prepare(
+            spec, model=copy.deepcopy(MODELS[0]), optimizer=optimizer, comm=comm, epochs=8,
+            loss=nn.functional.cross_entropy, schedule=lambda step: 1 / (1 + step),
+        )  # fmt: skip
+        if saved is not None:
+            strategy.load_state_dict(saved["trainer"])
+            optimizer.schedulers[-1].load_state_dict(saved["scheduler"])
+        for batch in data[begin:end]:
+            steps(strategy, [batch])
+            optimizer.schedulers[-1].step()
+        if end == stop:
+            states = {"trainer": strategy.state_dict(), "scheduler": optimizer.schedulers[-1].state_dict()}
+            saved = saved_and_loaded(states)
+    return weights(strategy.consolidate())
+
+
+@pytest.mark.parametrize("spec", [s for s in STRATEGIES if s not in RENEWING])
+def test_a_scheduler_goes_on_with_its_state(process_world: ProcessWorlds, spec: str) -> None:
+    run = run_of(spec, process_world)
+    one, other = (run(with_a_scheduler_saved, 2, spec, stop)[0] for stop in (2, 6))
+    assert same(one, other)
 
 
 # ---- gradients
@@ -274,6 +330,37 @@ def test_stages_that_read_different_batches_are_stopped_in_the_first_step(world:
     assert "DistributedSampler(data, num_replicas=trainer.shard.count, rank=trainer.shard.index)" in told
     for told, done in world(with_a_distributed_sampler, 2, spec, True):
         assert (told, done) == ("", 13)
+
+
+def with_batches_of_other_sizes(comm: Comm, spec: str) -> str:
+    strategy, told = trainer(comm, spec), ""
+    try:
+        strategy.step(batches(1, 8)[0])
+        strategy.step(batches(1, 8 if comm.rank == 0 else 4)[0])
+        strategy.end_epoch()
+    except tw.UsageError as error:
+        told = str(error)
+    except tw.RunError as error:
+        told = type(error).__name__
+    del strategy
+    gc.collect()
+    return told
+
+
+@pytest.mark.parametrize("spec", ["local_parallel", "pipeline"])
+def test_stages_whose_batches_differ_in_size_are_stopped(world: World, spec: str) -> None:
+    told = world(with_batches_of_other_sizes, 2, spec)[1]
+    assert "stage 2 of 2 was given other targets than stage 1 in step 2" in told
+
+
+def test_any_targets_have_a_fingerprint() -> None:
+    plain = torch.arange(6).view(2, 3)
+    assert fingerprint(plain.t()) == fingerprint(plain.t().contiguous()) != fingerprint(plain)
+    wave = torch.tensor([1 + 2j, 3j])
+    assert fingerprint(wave.conj()) == fingerprint(wave.conj().resolve_conj())
+    for dtype in (torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.uint8):
+        assert fingerprint(torch.ones(4).to(dtype)) != fingerprint(torch.tensor([1.0, 0, 1, 1]).to(dtype))
+    assert fingerprint(torch.tensor(3)) == fingerprint(torch.tensor(3)) != fingerprint(torch.zeros(0))
 
 
 # ---- parameters and batches that are not what they should be

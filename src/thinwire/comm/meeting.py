@@ -62,6 +62,11 @@ def _open_store(world: World) -> dist.Store:
     if world.rank or hosted:
         return dist.TCPStore(world.address, world.port, world.size, False, timeout, wait_for_workers=False)
     addresses = _resolved(world)
+    if world.address not in (*addresses, "localhost") and _reaches_this_machine_alone(world, addresses):
+        raise UsageError(
+            f"{_spelled(world.address, addresses)} is this machine alone, and other ranks are on other machines; "
+            f"{_what_to_set(world)}; this one has {', '.join(own_addresses())}"
+        )
     for address in addresses:
         try:
             return _store_at(address, world.port, world.size, timeout)
@@ -129,12 +134,18 @@ def _what_to_set(world: World) -> str:
 
 def _say_waiting(world: World, where: str, addresses: tuple[str, ...]) -> None:
     hint = ""
-    if world.local_size < world.size and all(ipaddress.ip_address(a.partition("%")[0]).is_loopback for a in addresses):
+    if _reaches_this_machine_alone(world, addresses):
         hint = (
             f"; {_spelled(world.address, addresses)} reaches this machine alone: if others are on another one, "
             f"{_what_to_set(world)}"
         )
     print(f"rank {world.rank} is waiting at {where} for all {world.size} ranks{hint}", file=sys.stderr, flush=True)
+
+
+def _reaches_this_machine_alone(world: World, addresses: tuple[str, ...]) -> bool:
+    """Whether there are ranks on other machines, and addresses that only this one can reach."""
+    loopback = all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)
+    return loopback and world.local_size < world.size
 
 
 def _spelled(host: str, addresses: tuple[str, ...]) -> str:

@@ -16,6 +16,7 @@ from thinwire.errors import PeerLost, RunError, UsageError
 
 T = TypeVar("T")
 Slot = tuple[Any, ...]
+STUCK_SECONDS = 0.2  # without anything new, until a rank looks whether all of them wait
 COMBINE: dict[Op, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
     "max": torch.maximum,
@@ -23,16 +24,26 @@ COMBINE: dict[Op, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+class _Wait(NamedTuple):
+    """A rank that waits for what another one does."""
+
+    rank: int
+    other: int
+    may_end: Callable[[], bool]
+
+
 class Board:
     """Where the threads of one world leave things for each other.
 
     A rank waits for another one alone. Where all that have not ended do, none can go on, and all of them are told so.
+    A rank that talks in several threads may wait in one of them, so then nothing is told.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        self.waiting: dict[int, tuple[int, Callable[[], bool]]] = {}  # rank → for whom, and whether it may go on
-        self.stuck = ""  # who waits for whom, when nobody can go on
+        self.threads: set[int] = set()  # that have left something here, or waited
+        self.waiting: dict[int, _Wait] = {}  # by thread
+        self.stuck: dict[int, str] = {}  # by thread: who waited for whom, when nobody could go on
         self.changed = threading.Condition()
         self.posts: dict[Slot, Any] = {}
         self.taken: dict[Slot, int] = {}
@@ -40,6 +51,7 @@ class Board:
 
     def post(self, slot: Slot, value: Any) -> None:
         with self.changed:
+            self.threads.add(threading.get_ident())
             self.posts[slot] = value
             self.changed.notify_all()
 
@@ -61,23 +73,26 @@ class Board:
 
     def _wait(self, me: int, other: int, is_there: Callable[[], bool]) -> None:
         """Wait for what another rank does; it may end instead, or wait for this one."""
-        self.waiting[me] = (other, lambda: is_there() or other in self.ended)
-        self._look_for_stuck_ranks()
-        self.changed.wait_for(lambda: is_there() or other in self.ended or self.stuck)
-        del self.waiting[me]
+        thread, wait = threading.get_ident(), _Wait(me, other, lambda: is_there() or other in self.ended)
+        self.threads.add(thread)
+        self.waiting[thread] = wait
+        while not wait.may_end() and thread not in self.stuck:
+            if not self.changed.wait(STUCK_SECONDS):
+                self._look_for_stuck_ranks()
+        del self.waiting[thread]
+        stuck = self.stuck.pop(thread, "")
         if is_there():
             return
         if other in self.ended:
             raise PeerLost(f"lost contact with rank {other} ({self.ended[other]})")
-        raise RunError(
-            f"ranks wait for each other: {self.stuck}; every rank must make the same calls in the same order"
-        )
+        raise RunError(f"ranks wait for each other: {stuck}; every rank must make the same calls in the same order")
 
     def _look_for_stuck_ranks(self) -> None:
-        all_wait = len(self.waiting) == self.num_ranks - len(self.ended)
-        if all_wait and not any(may_go_on() for _, may_go_on in self.waiting.values()):
-            whom = sorted((me, other) for me, (other, _) in self.waiting.items())
-            self.stuck = ", ".join(f"rank {me} for rank {other}" for me, other in whom)
+        waits = self.waiting.values()
+        all_wait = len(waits) == self.num_ranks - len(self.ended) and len(self.threads) <= self.num_ranks
+        if all_wait and not any(wait.may_end() for wait in waits):
+            whom = sorted((wait.rank, wait.other) for wait in waits)
+            self.stuck = dict.fromkeys(self.waiting, ", ".join(f"rank {rank} for rank {other}" for rank, other in whom))
             self.changed.notify_all()
 
     def has(self, slots: Sequence[Slot]) -> bool:
@@ -87,7 +102,6 @@ class Board:
     def end(self, rank: int, why: str) -> None:
         with self.changed:
             self.ended[rank] = why
-            self._look_for_stuck_ranks()
             self.changed.notify_all()
 
 

@@ -20,7 +20,8 @@ def epoch(trainer: Strategy, batches: Iterable[Batch], comm: Comm) -> Iterator[B
     Ranks may have different numbers of batches: all stop with the shortest, and say so, unless the strategy can do
     without some of them for a while, as ist can. They agree on that once, or, where a number cannot be told beforehand,
     before every batch, and then all stop with the shortest. Whoever leaves the loop early ends the epoch with
-    `trainer.end_epoch()`. A `tw.loader` whose state was loaded goes on in mid-epoch.
+    `trainer.end_epoch()` and, of a `tw.loader`, `batches.end_epoch()`. A loader whose state was loaded goes on in
+    mid-epoch.
 
     >>> import thinwire as tw, torch
     >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
@@ -38,8 +39,8 @@ def epoch(trainer: Strategy, batches: Iterable[Batch], comm: Comm) -> Iterator[B
     number, done = (batches.epoch, batches.batch) if isinstance(batches, Loader) else (0, 0)
     yield from _equally_many(trainer, iterator, done, _length(batches) - done, comm)
     trainer.end_epoch()
-    if isinstance(batches, Loader):
-        batches.end_epoch(number)
+    if isinstance(batches, Loader) and batches.epoch == number:  # else it saw the last batch go by itself
+        batches.end_epoch()
 
 
 def _equally_many(

@@ -62,8 +62,9 @@ class Learner:
         own = {id(p) for p in self.model.parameters()}
         if any(id(p) not in own for group in self.optimizer.param_groups for p in group["params"]):
             raise UsageError(
-                "the optimizer factory made an optimizer of other parameters than it was given, and those would not be "
-                "trained; use its argument: lambda parameters: torch.optim.SGD(parameters, 0.1)"
+                "the optimizer factory made an optimizer of other parameters than the model's, which ranks would not "
+                "average; use its argument: lambda parameters: torch.optim.SGD(parameters, 0.1). Parameters of a loss "
+                "belong into the model"
             )
         if self.renewed_by and has_scheduler(self.optimizer):
             raise UsageError(
@@ -147,9 +148,11 @@ class Learner:
         found = [(group, group["lr"]) for group in self.optimizer.param_groups]
         for group, lr in found:
             group["lr"] = ease * lr * factor + (1 - ease) * min(lr * factor, SLOW_LR)
-        yield
-        for group, lr in found:
-            group["lr"] = lr
+        try:
+            yield
+        finally:
+            for group, lr in found:
+                group["lr"] = lr
 
     def _refuse_sparse(self) -> None:
         """Of sparse gradients DDP says that it has no access, and a norm that there is none."""

@@ -83,9 +83,9 @@ class Pipeline(Staged):
         own_print = torch.tensor([fingerprint(batch[1])])
         going = None if self.is_last else self.column.start_send(own_print, self.number + 1)
         coming = None if self.is_first else self.column.start_recv(own_print, self.number - 1)
-        self.learner.loss = self.pipe.step(inputs, targets, count)
-        if coming is not None:
+        if coming is not None:  # before torch's own messages: gloo ends the process for one that is too large
             self.check_batch(int(coming.wait()), int(own_print))
+        self.learner.loss = self.pipe.step(inputs, targets, count)
         if going is not None:
             going.wait()
         self.exchange.finish()

@@ -281,7 +281,7 @@ def fingerprint(targets: Tensor) -> int:
     >>> fingerprint(torch.tensor([1, 2])) == fingerprint(torch.tensor([1, 2])) != fingerprint(torch.tensor([2, 1]))
     True
     """
-    data = targets.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    data = targets.detach().cpu().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
     return (data.numel() % 2**30 << 32) + zlib.crc32(data.numpy().tobytes())
 
 
