@@ -541,15 +541,15 @@ def test_time_goes_on_after_a_resume(tmp_path: Path) -> None:
     assert second["train_seconds"] > first["train_seconds"]
 
 
-def test_other_data_or_another_model_of_the_same_name_is_refused(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_other_data_or_another_model_of_the_same_name_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
     alone(task="tests.user_task:changing", out=tmp_path / "run", epochs=1)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     for change, message in (("SAMPLES", "samples: 1000 there, 900 here"), ("WIDTH", "weights: ")):
         user_task.CHANGING[change] -= 100
-        alone(task="tests.user_task:changing", out=tmp_path / "run", epochs=1, resume=True)
-        assert message in capfd.readouterr().err
+        with pytest.raises(RunError, match=f"{message}.*Nothing was changed.*another --out"):
+            alone(task="tests.user_task:changing", out=tmp_path / "run", epochs=1, resume=True)
         user_task.CHANGING[change] += 100
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
 def test_samples_per_second_counts_samples(tmp_path: Path) -> None:
