@@ -94,9 +94,13 @@ def resume(folder: Path, *options: str) -> str:
 def another(compared: Path, folder: Path, seconds: float) -> Path:
     """The same comparison, with a run that took so long."""
     shutil.copytree(compared / "cmp", folder / "cmp")
+    say_it_took(folder, seconds)
+    return folder
+
+
+def say_it_took(folder: Path, seconds: float) -> None:
     summary = folder / "cmp" / "runs" / "1-data_parallel" / "seed-0" / "summary.json"
     summary.write_text(json.dumps({**json.loads(summary.read_text()), "seconds": seconds}))
-    return folder
 
 
 def about(folder: Path) -> Any:
@@ -139,6 +143,37 @@ def test_a_baseline_that_costs_much_is_left_out_until_it_is_asked_for(compared: 
     assert about(tmp_path / "later") == decided
     assert "run 2 of 2: alone, seed 0" in resume(folder, "--baseline", "alone")
     assert strategies(folder) == ["data_parallel", "alone"]
+
+
+def test_a_baseline_may_fail_unless_it_was_asked_for(tmp_path: Path, quick_python: None) -> None:
+    fault = tmp_path / "happened"
+    fault.touch()
+    task = f"tests.user_task:noisy(fault='raise', step=3, once={str(fault)!r})"
+    settings = ("--task", task, "--ranks", "2", "--epochs", "1", "--seeds", "1", "--baseline", "none", "--out", "cmp")
+    thinwire("compare", "data_parallel", *settings, folder=tmp_path)
+    say_it_took(tmp_path, seconds=1000)
+    fault.unlink()
+    err = resume(tmp_path, "--baseline", "auto")
+    assert "one machine alone, the baseline that nobody asked for, failed, and the other runs are not affected" in err
+    assert "alone, seed 0: rank" in err
+    assert "a fault of the user's own" in err
+    assert "to go without it: thinwire compare --out cmp --resume --baseline none" in err
+    assert [len(row["errors"]) for row in results_of(tmp_path / "cmp")["strategies"]] == [0, 1]
+    assert "Runs that failed" in (tmp_path / "cmp" / "report.html").read_text()
+    fault.unlink()
+    options = ("--out", "cmp", "--resume", "--baseline", "alone")
+    assert "1 of 2 runs failed:\n  alone, seed 0" in thinwire("compare", *options, folder=tmp_path, expect=1)[1]
+    assert "failed" not in resume(tmp_path, "--baseline", "none"), "it is no longer part of the comparison"
+
+
+def test_all_is_not_done_while_a_baseline_may_follow(compared: Path, tmp_path: Path) -> None:
+    folder = another(compared, tmp_path, seconds=1000)
+    (folder / "cmp" / "runs" / "1-data_parallel" / "seed-0" / "summary.json").unlink()
+    lines = resume(folder, "--baseline", "auto").splitlines()
+    first = lines.index("run 1 of 1: data_parallel, seed 0") + 1
+    assert lines[first].endswith("; all done, unless a baseline follows")
+    followed = "run 2 of 2: alone, seed 0" in lines
+    assert sum(line.endswith("; all done") for line in lines) == followed
 
 
 def test_a_comparison_of_an_earlier_version_gets_none_unless_asked(compared: Path, tmp_path: Path) -> None:

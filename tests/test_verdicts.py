@@ -97,6 +97,42 @@ def test_a_strategy_that_lost_seeds_says_so() -> None:
     assert said(DENSE, some)[1].endswith("7.2 × faster than data_parallel (2 of 3 seeds)")
 
 
+def test_so_does_one_that_is_held_against_it() -> None:
+    some = entry("data_parallel", [97.0, float("nan"), 97.1], [72.0, 73.5, 71.0])
+    few = entry("alone", [float("nan"), float("nan"), 97.1], [31.0, 31.4, 30.8])
+    quick = entry("diloco", [97.2, 97.0, 97.05], [10.0, 10.1, 9.95])
+    first, second, third = said(some, quick, few)
+    assert first.endswith(" (2 of 3 seeds; one machine alone: 1 of 3 seeds)")
+    assert second.endswith(" (data_parallel: 2 of 3 seeds; one machine alone: 1 of 3 seeds)")
+    assert third.endswith(" (1 of 3 seeds; data_parallel: 2 of 3 seeds)")
+
+
+def test_a_baseline_needs_a_finite_value() -> None:
+    """Verdicts were empty."""
+    nan = float("nan")
+    diverged = entry("data_parallel", [nan, nan, nan], [72.0, 73.5, 71.0])
+    quick, slow = (entry(name, [97.0, 97.1, 97.2], [t, t + 0.1, t]) for name, t in (("diloco", 10.0), ("ist", 20.0)))
+    assert said(diverged, quick, slow) == ["the baseline", "same accuracy within noise, 2.0 × slower than diloco"]
+    assert said(diverged, quick, ALONE)[0] == "same accuracy within noise, 3.1 × faster than one machine alone"
+    assert as_json(Results(Path(), [diverged, quick], ""))["strategies"][1]["times_as_fast_as"] == {}
+
+
+def test_a_small_difference_that_was_told_apart_is_not_called_none() -> None:
+    dense = entry("data_parallel", [97.0, 97.0, 97.0], [72.0, 72.0001, 72.0])
+    near = entry("diloco", [97.004, 97.004, 97.004], [72.1, 72.1001, 72.1])
+    assert said(dense, near)[1] == "less than 0.01 points higher accuracy, less than 1 % slower than data_parallel"
+    dense, near = (entry(name, [value] * 3, [72.0, 72.1, 72.2], metric="loss")
+                   for name, value in (("data_parallel", 1.5), ("diloco", 1.49999)))  # fmt: skip
+    assert said(dense, near)[1].startswith("less than 0.0001 lower loss, as fast as data_parallel within noise")
+
+
+def test_a_strategy_with_more_noise_than_the_others_is_not_called_worse() -> None:
+    """By the others' noise alone, a third of them would be."""
+    calm = [entry(name, [97.0, 97.3, 97.1], [10.0, 10.1, 9.95]) for name in ("data_parallel", "a", "b", "c")]
+    wild = entry("wild", [97.0, 92.0, 99.0], [10.0, 30.0, 9.0])
+    assert said(*calm, wild)[4] == "same accuracy within noise, as fast as data_parallel within noise"
+
+
 def test_when_one_machine_alone_wins_it_is_said_plainly() -> None:
     slow = entry("diloco", [97.2, 97.0, 97.05], [60.0, 61.0, 59.5])
     quick = entry("diloco", [97.2, 97.0, 97.05], [10.0, 10.1, 9.95])

@@ -78,6 +78,14 @@ def at_first(config: CompareConfig, specs: Sequence[str], before: Decision | Non
     return Decision(run=True)
 
 
+def failed_unasked(errors: str, resume: str) -> str:
+    """What is said where a baseline that `auto` decided on has failed."""
+    return (
+        "one machine alone, the baseline that nobody asked for, failed, and the other runs are not affected:\n"
+        f"{errors}\nto try it again: {resume}; to go without it: {resume} --baseline none"
+    )
+
+
 def left_out(decision: Decision, resume: str) -> str:
     """What is said of a baseline that would cost too much; `resume` is the command that goes on with the comparison."""
     assert decision.seconds is not None

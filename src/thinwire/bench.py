@@ -131,7 +131,7 @@ class Comparison:
         self._save()
         try:
             with network(self.config) as lab, scratch_folder() as scratch:
-                display = Display(self.jobs, self.results, scratch / "news.json")
+                display = Display(self.jobs, self.results, scratch / "news.json", self.baseline is None)
                 with display.shown():
                     self._do_all(self.jobs, lab, display)
                     if self.baseline is None and (more := self._decide()):
@@ -221,9 +221,17 @@ class Comparison:
             for line in comparison_lines(results):
                 console.print(line, highlight=False, markup=False)
             console.print(f"results in {self.folder}; open {page}", highlight=False, markup=False, soft_wrap=True)
-        if self.errors and not quiet:
-            raise RunError(f"{len(self.errors)} of {len(self.jobs)} runs failed:\n{_list_errors(results)}")
+            self._tell_failures(results)
         return results
+
+    def _tell_failures(self, results: Results) -> None:
+        """Raise if a run failed that somebody asked for; one of a baseline that was decided on here is only told."""
+        failed = [job for job in self.jobs if job.place in self.errors]
+        is_unasked = self.config.baseline == "auto" and self.baseline is not None and self.baseline.run
+        if any(job.spec != baseline.SPEC or not is_unasked for job in failed):
+            raise RunError(f"{len(failed)} of {len(self.jobs)} runs failed:\n{_list_errors(results)}")
+        if failed:
+            say(baseline.failed_unasked(_list_errors(results), self._go_on))
 
 
 @contextmanager

@@ -29,10 +29,11 @@ class Job(NamedTuple):
 class Display:
     """Told when runs begin and end; a run that is under way tells how far it is in the file `news`."""
 
-    def __init__(self, jobs: list[Job], read: Callable[[], Results], news: Path) -> None:
+    def __init__(self, jobs: list[Job], read: Callable[[], Results], news: Path, may_follow: bool) -> None:
         self.jobs = jobs
         self.read = read
         self.news = news
+        self.may_follow = may_follow  # a baseline, after these runs
         self.results = read()
         self.job: Job | None = None
         self.began = 0.0
@@ -56,7 +57,7 @@ class Display:
 
     def add(self, jobs: list[Job]) -> None:
         """More runs are to be done than there were at first."""
-        self.jobs, self.results = [*self.jobs, *jobs], self.read()
+        self.jobs, self.results, self.may_follow = [*self.jobs, *jobs], self.read(), False
 
     def begin(self, job: Job) -> None:
         """A run begins."""
@@ -109,7 +110,7 @@ class Display:
         if self.job and present is not None:
             known.append(time.monotonic() - self.began + present)
         if not to_do and not self.job:
-            return "all done"
+            return "all done" + ", unless a baseline follows" * self.may_follow
         if present is None or not known:
             number = len(to_do) + (self.job is not None)
             return f"{number} run{'s' * (number != 1)} to do"

@@ -17,10 +17,10 @@ MOST_GROUPS = 3  # of strategies with the same work that a sentence names
 
 
 def baselines(results: Results) -> list[Entry]:
-    """What the others are held against: data_parallel and one machine alone, where they are there and have finished."""
+    """What the others are held against: data_parallel and one machine alone, where they are there and have a value."""
     if len(results.entries) < 2:
         return []
-    return [entry for spec in BASELINES for entry in results.entries if entry.spec == spec and entry.finished]
+    return [entry for spec in BASELINES for entry in results.entries if entry.spec == spec and entry.spread("value")]
 
 
 def speed(entry: Entry, baseline: Entry) -> float | None:
@@ -58,13 +58,13 @@ class Difference(NamedTuple):
 
 
 def difference(results: Results, figure: Figure, entry: Entry, other: Entry, sign: int) -> Difference | None:
-    """Compare two strategies by the noise of all; with one seed by their values alone."""
+    """Compare two strategies by the noise of all, and by their own; with one seed by their values alone."""
     own, its = entry.spread(figure), other.spread(figure)
     if own is None or its is None:
         return None
     noise = _noise(results, figure)
-    alike = own.mean == its.mean or (noise is not None and noise.alike(own.values, its.values))
-    side = 0 if alike else 1 if sign * own.mean > sign * its.mean else -1
+    apart = own.mean != its.mean if noise is None else noise.apart(own.values, its.values)
+    side = 0 if not apart else 1 if sign * own.mean > sign * its.mean else -1
     return Difference(side, own.mean - its.mean, noise is not None)
 
 
@@ -75,7 +75,7 @@ def _noise(results: Results, figure: Figure) -> Noise | None:
 
 def _sentence(results: Results, entry: Entry) -> str:
     measures = baselines(results) or [next(e for e in results.entries if e.spread("value"))]
-    others = [other for other in measures if other is not entry and other.spread("value")]
+    others = [other for other in measures if other is not entry]
     values = [_value_words(results, entry, other) for other in others]
     paces = [_pace_words(results, entry, other) for other in others]
     names = [BASELINES.get(other.spec, other.spec) for other in others]
@@ -84,25 +84,34 @@ def _sentence(results: Results, entry: Entry) -> str:
     else:
         said = "; ".join(f"against {n} {v}, {p('')}" for n, v, p in zip(names, values, paces, strict=True))
     role = "the baseline" if entry in measures else ""
-    return "; ".join(part for part in (role, said) if part) + _doubts(results, entry, bool(others))
+    return "; ".join(part for part in (role, said) if part) + _doubts(results, entry, others)
 
 
-def _doubts(results: Results, entry: Entry, compared: bool) -> str:
-    """What stands in brackets behind a verdict."""
+def _doubts(results: Results, entry: Entry, others: list[Entry]) -> str:
+    """What stands in brackets behind a verdict: seeds without a value, on either side, and that noise is unknown."""
+    doubts = [_missing(entry), *(_missing(other, f"{BASELINES.get(other.spec, other.spec)}: ") for other in others)]
+    if others and _noise(results, "value") is None:
+        doubts.append("one seed: noise unknown")
+    said = "; ".join(doubt for doubt in doubts if doubt)
+    return f" ({said})" if said else ""
+
+
+def _missing(entry: Entry, whose: str = "") -> str:
     found = entry.spread("value")
-    missing = found is not None and len(found.values) < len(entry.records)
-    some = [f"{len(found.values)} of {len(entry.records)} seeds"] if found and missing else []
-    unknown = ["one seed: noise unknown"] if compared and _noise(results, "value") is None else []
-    return f" ({'; '.join(some + unknown)})" if some or unknown else ""
+    have, asked = len(found.values) if found else 0, len(entry.records)
+    return f"{whose}{have} of {asked} seeds" if have < asked else ""
 
 
 def _value_words(results: Results, entry: Entry, other: Entry) -> str:
     found = difference(results, "value", entry, other, results.sign)
     assert found is not None
-    amount = f"{abs(found.by):.2f} points" if results.metric == "accuracy" else f"{abs(found.by):.4f}"
-    if found.side == 0 or not float(amount.split()[0]):
+    digits, unit = (2, " points") if results.metric == "accuracy" else (4, "")
+    amount = f"{abs(found.by):.{digits}f}"
+    is_small = not float(amount)
+    if found.side == 0 or (is_small and not found.known):
         return f"same {results.metric}{' within noise' * found.known}"
-    return f"{amount} {'higher' if found.by > 0 else 'lower'} {results.metric}"
+    amount = f"less than {10**-digits:.{digits}f}" if is_small else amount
+    return f"{amount}{unit} {'higher' if found.by > 0 else 'lower'} {results.metric}"
 
 
 def _pace_words(results: Results, entry: Entry, other: Entry) -> Callable[[str], str]:
@@ -112,8 +121,10 @@ def _pace_words(results: Results, entry: Entry, other: Entry) -> Callable[[str],
         return lambda name: " with ".join(filter(None, ("no training time to compare", name)))
     ratio = max(factor, 1 / factor)
     amount = times(ratio) if ratio >= 1.1 else f"{100 * (ratio - 1):.0f} %"
-    if found.side == 0 or amount == "0 %":
+    is_small = amount == "0 %"
+    if found.side == 0 or (is_small and not found.known):
         return lambda name: " as ".join(filter(None, ("as fast", name))) + " within noise" * found.known
+    amount = "less than 1 %" if is_small else amount
     word = "faster" if factor > 1 else "slower"
     return lambda name: " than ".join(filter(None, (f"{amount} {word}", name)))
 
@@ -122,7 +133,7 @@ def _alone_wins(results: Results) -> str:
     """Said plainly where every other strategy is worse than one machine by itself, or as good and slower."""
     alone = next((entry for entry in baselines(results) if entry.spec == "alone"), None)
     others = [entry for entry in results.entries if entry is not alone and entry.spread("value")]
-    if alone is None or not others or alone.spread("value") is None:
+    if alone is None or not others:
         return ""
     for other in others:
         pairs = [difference(results, figure, alone, other, sign)

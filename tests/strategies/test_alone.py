@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 import thinwire as tw
@@ -55,11 +56,63 @@ def test_every_rank_of_one_node_trains_as_if_there_were_no_other(world: World, r
 @worlds(threads=[4], processes=[4])
 def test_the_ranks_of_a_node_are_one_machine_and_nothing_leaves_it(world: World, ranks: int) -> None:
     expected = world(on_nodes, 2, "data_parallel", (0, 0))
-    gradients = 4 * sum(p.numel() for p in MODELS[0].parameters())
+    parameters = list(MODELS[0].parameters())
+    gradients, used_map = 4 * sum(p.numel() for p in parameters), 4 * len(parameters)
     for model, sent, between in world(on_nodes, ranks, "alone", (0, 0, 1, 1)):
         assert same(model, expected[0][0])
         assert between == 0
-        assert sent["train"] == expected[0][1]["train"] == 6 * gradients, "a ring of two, in every step"
+        assert expected[0][1]["train"] == 6 * gradients, "a ring of two, in every step"
+        assert sent["train"] == 6 * (gradients + used_map), "the same, and which parameters were used"
+
+
+class Parts(nn.Module):
+    """Uses another layer in every step, and one in none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 3) for _ in range(3)])
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layers[self.calls % 2](x)
+
+
+PARTS = Parts()
+
+
+def decayed_sgd(parameters: Any) -> torch.optim.Optimizer:
+    """Moves every parameter that has a gradient, also one of zeros."""
+    return torch.optim.SGD(parameters, 0.1, 0.9, weight_decay=0.1)
+
+
+def train_parts(comm: Comm, nodes: tuple[int, ...]) -> dict[str, Tensor]:
+    before, comm.nodes = comm.nodes, nodes
+    try:
+        loss = nn.functional.cross_entropy
+        strategy = tw.prepare("alone", model=copy.deepcopy(PARTS), optimizer=decayed_sgd, loss=loss, comm=comm)
+        every = [(torch.cat([x, x]), torch.cat([y, y])) for x, y in batches(6, 12)]
+        for inputs, targets in every:  # both ranks of a node have the same samples: their mean is each one's gradient
+            half = len(inputs) // strategy.shard.count
+            strategy.step((inputs[:half], targets[:half]))
+        return weights(strategy.consolidate())
+    finally:
+        comm.nodes = before
+
+
+@worlds(threads=[4], processes=[4])
+def test_a_node_may_leave_parameters_unused_as_a_single_rank_may(world: World, ranks: int) -> None:
+    """Those keep no gradient, so the optimizer leaves them alone, as in plain training: the same bits."""
+    model = copy.deepcopy(PARTS)
+    optimizer = decayed_sgd(model.parameters())
+    for inputs, targets in batches(6, 12):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    expected = weights(model)
+    assert torch.equal(expected["layers.2.weight"], PARTS.layers[2].weight)
+    for found in world(train_parts, ranks, (0, 0, 1, 1)):
+        assert same(found, expected)
 
 
 def test_nodes_need_not_be_numbered_in_the_order_of_ranks() -> None:

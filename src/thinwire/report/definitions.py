@@ -11,9 +11,13 @@ DEFINITIONS = {
     "sender, all ranks together: ranks of a node share its link. On one node, those of a rank on average.",
     "× data_parallel, × alone": "How many times as fast training was: the training time of that strategy, or of one "
     "machine alone, over this one's.",
-    "Underlined": "The best of a column, and all that cannot be told apart from it: means no further apart than chance "
-    "would bring them in 95 of 100 cases, with one deviation for all strategies (the median of theirs). Bytes do not "
+    "Underlined": "The best of a column, and all that cannot be told apart from it. If all strategies were equally "
+    "good, all would be underlined in about 95 of 100 comparisons. One deviation serves for all strategies (the median "
+    "of theirs; where that is 0, the root of their mean variance), so that equal means are marked alike. Bytes do not "
     "vary by chance; with one seed nothing else is underlined.",
+    "Within noise": "Two strategies that these seeds cannot tell apart. Equally good ones are told apart in at most "
+    "about 5 of 100 pairs. A difference must be larger than both the deviation of all strategies and their own two "
+    "explain, so a strategy that is not underlined may still be the same as another within noise.",
     "Updates, samples": "Steps of the optimizer, and samples that went into the model.",
     "Waiting": "The share of training time in which computing stood still for the network, or for another rank.",
     "Samples per s": "Training samples of all ranks per second of training.",

@@ -25,7 +25,8 @@ class Alone(Strategy):
     θ ← θ − η·opt((1/m)·Σᵢ ∇Lᵢ(θ)) over the m ranks of a machine, with the batches that all ranks together would take:
     as many updates and samples as with any other strategy. A machine is a node; where all ranks are on one node, it is
     a rank. The result is the model of rank 0's machine. Wire bytes per step: between machines 0, inside one 2(m−1)/m·4P
-    per rank.
+    per rank, and as much for a number for each tensor, which tells whether a rank of the machine used it: parameters
+    may get no gradient in a step, as in plain training.
 
     It is the baseline that a network must beat. All machines train at the same time, so hosts that are simulated share
     this machine's cores as they do with any other strategy, and times can be compared.
@@ -43,7 +44,11 @@ class Alone(Strategy):
         replicate(model, comm)
         self.learner = Learner(model, recipe)
         several = self.machine.size > 1
-        self.exchange = overlap.exchange(model, mean(), self.machine) if several else overlap.Alone(model)
+        self.exchange = (
+            overlap.exchange(model, mean(), self.machine, unused_parameters=True)  # as a rank by itself allows them
+            if several
+            else overlap.Alone(model)
+        )
 
     def step(self, batch: Batch) -> Tensor:
         loss = self.learner.backward(batch, self.exchange)
