@@ -7,11 +7,12 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import thinwire as tw
+from thinwire.comm import process
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.meeting import loopback_store
 
@@ -21,6 +22,16 @@ REPLY_SECONDS = 100
 def on_threads(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
     """function(comm, *args) on n threads."""
     return tw.simulate(lambda comm: function(comm, *args), ranks=ranks)
+
+
+@contextmanager
+def no_grace() -> Iterator[None]:
+    """Inside, a rank that lost another says so at once; else it gives the launcher time to see the first cause."""
+    before, process.PEER_GRACE_SECONDS = process.PEER_GRACE_SECONDS, 0.0
+    try:
+        yield
+    finally:
+        process.PEER_GRACE_SECONDS = before
 
 
 class ProcessWorlds:
@@ -52,11 +63,11 @@ class _ProcessWorld:
         self.processes = []
         for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, self.store.port, there), daemon=True)
-            process.start()
+            one = context.Process(target=_serve, args=(rank, size, self.store.port, there), daemon=True)
+            one.start()
             there.close()
             self.pipes.append(here)
-            self.processes.append(process)
+            self.processes.append(one)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         for pipe in self.pipes:
@@ -73,9 +84,9 @@ class _ProcessWorld:
         return [value for _, value in replies]
 
     def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
+        for one in self.processes:
+            one.kill()
+            one.join()
 
 
 END_SECONDS = 45
@@ -94,17 +105,17 @@ def ends_of(function: Callable[..., Any], nodes: list[int], *args: Any) -> list[
     for rank, (local_size, local) in enumerate(places):
         here, there = context.Pipe()
         world = {"RANK": rank, "WORLD_SIZE": len(places), "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": local_size}
-        process = context.Process(target=_run_once, args=(world, store.port, there, function, args), daemon=True)
-        process.start()
+        one = context.Process(target=_run_once, args=(world, store.port, there, function, args), daemon=True)
+        one.start()
         there.close()
-        ranks.append((process, here))
+        ranks.append((one, here))
     deadline = time.monotonic() + END_SECONDS
     ends = []
-    for process, pipe in ranks:
-        process.join(max(0.0, deadline - time.monotonic()))
-        ends.append(_told(pipe) if process.exitcode is not None else "waits for ever")
-        process.kill()
-        process.join()
+    for one, pipe in ranks:
+        one.join(max(0.0, deadline - time.monotonic()))
+        ends.append(_told(pipe) if one.exitcode is not None else "waits for ever")
+        one.kill()
+        one.join()
     return ends
 
 
@@ -123,7 +134,7 @@ def _run_once(world: dict[str, int], port: int, pipe: Any, function: Callable[..
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     end = ""
     try:
-        with tw.join() as comm:
+        with no_grace(), tw.join() as comm:
             function(comm, *args)
     except Exception as error:
         end = type(error).__name__

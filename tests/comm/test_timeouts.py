@@ -12,8 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
-from tests.worlds import ProcessWorlds
-from thinwire.comm import process
+from tests.worlds import ProcessWorlds, no_grace
 from thinwire.comm.joining import beside
 from thinwire.comm.process import ProcessComm
 from thinwire.errors import PeerLost
@@ -60,15 +59,14 @@ def test_processes_pass_timeouts_on(process_world: ProcessWorlds) -> None:
 
 def one_never_answers(comm: ProcessComm) -> str:
     own = beside(group_of(4), torch.device("cpu"))
-    grace, process.PEER_GRACE_SECONDS = process.PEER_GRACE_SECONDS, 0.0
     message = ""
     try:
         if comm.rank == 0:
-            own.sum(torch.ones(3))
+            with no_grace():
+                own.sum(torch.ones(3))
     except PeerLost as error:
         message = str(error)
     finally:
-        process.PEER_GRACE_SECONDS = grace
         comm.barrier()  # the other rank was here all the time
         own.close()
     return message

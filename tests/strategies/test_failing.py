@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import thinwire as tw
 from tests.strategies.test_laws import MODELS, STRATEGIES, VARIANTS, batches, sgd
 from tests.worlds import ends_of
-from thinwire.comm import process
 from thinwire.comm.base import Comm
 
 NUM_STEPS, EPOCH = 9, 5
@@ -54,7 +53,7 @@ def train_until(comm: Comm, spec: str, rank: int, step: int, inside: bool, epoch
     return done
 
 
-@pytest.mark.parametrize(("ranks", "nodes"), [(2, 1), (3, 2), (4, 2)])
+@pytest.mark.parametrize(("ranks", "nodes"), [(3, 2), (4, 2)])
 @pytest.mark.parametrize("spec", [s for s in (*VARIANTS, *UNEVEN) if not s.startswith("pipeline")])
 def test_on_threads_every_rank_ends_with_the_one_that_fails(spec: str, ranks: int, nodes: int) -> None:
     choose = random.Random(f"{spec} {ranks}")
@@ -117,18 +116,13 @@ def test_a_rank_may_wait_in_two_threads() -> None:
         assert tw.simulate(with_a_second_thread, ranks=2) == [[2.0, 2.0]] * 2
 
 
-def quickly_until(comm: Comm, spec: str, rank: int, step: int, inside: bool) -> int:
-    process.PEER_GRACE_SECONDS = 0.1
-    return train_until(comm, spec, rank, step, inside)
-
-
 @pytest.mark.usefixtures("process_world")  # whose fork server stays
-@pytest.mark.parametrize("spec", [*STRATEGIES, "diloco(every=4, fragments=2)", *UNEVEN])
+@pytest.mark.parametrize("spec", [*STRATEGIES, "diloco(every=4, fragments=2)", *UNEVEN[:1]])
 def test_on_processes_every_rank_ends_with_the_one_that_fails(spec: str) -> None:
     choose = random.Random(spec)
     rank, step, inside = choose.randrange(3), choose.randrange(NUM_STEPS), choose.random() < 0.5
     nodes = [1, 1, 1] if spec == "alone" else [2, 1]
-    ends = ends_of(quickly_until, nodes, spec, rank, step, inside)
+    ends = ends_of(train_until, nodes, spec, rank, step, inside)
     assert ends[rank] == "Broken"
     for other, end in enumerate(ends):
         assert other == rank or end == "PeerLost", f"rank {other}: {end}"

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 
 import thinwire as tw
 from tests.strategies.test_laws import MODELS, STRATEGIES, World, batches, same, sgd, steps, trainer, weights
-from tests.worlds import ProcessWorlds, on_threads
+from tests.worlds import ProcessWorlds, no_grace, on_threads
 from thinwire.comm.base import Comm
 from thinwire.strategies.staged import fingerprint
 
@@ -285,7 +285,7 @@ SAVING = [s for s in STRATEGIES if s not in ("ist", "daso")] + [
 
 
 @pytest.mark.parametrize("spec", SAVING)
-@pytest.mark.parametrize(("stop", "between"), [(1, False), (9, False), (13, False), (20, False), (1, True)])
+@pytest.mark.parametrize(("stop", "between"), [(9, False), (13, False), (1, True)])
 def test_a_loop_of_ones_own_goes_on_bit_for_bit(
     process_world: ProcessWorlds, spec: str, stop: int, between: bool
 ) -> None:
@@ -304,6 +304,11 @@ def test_random_numbers_go_on_too_where_torch_fetches_the_samples(stop: int) -> 
 
 def with_a_distributed_sampler(comm: Comm, spec: str, right: bool) -> tuple[str, int]:
     """As people write it for DDP, or as stages need it: what this rank was told, and after how many steps."""
+    with no_grace():
+        return sampled(comm, spec, right)
+
+
+def sampled(comm: Comm, spec: str, right: bool) -> tuple[str, int]:
     strategy, data = trainer(comm, spec), samples()
     count, index = (strategy.shard.count, strategy.shard.index) if right else (comm.size, comm.rank)
     sampler: DistributedSampler[Any] = DistributedSampler(data, count, index, seed=3)
@@ -333,6 +338,11 @@ def test_stages_that_read_different_batches_are_stopped_in_the_first_step(world:
 
 
 def with_batches_of_other_sizes(comm: Comm, spec: str) -> str:
+    with no_grace():
+        return of_other_sizes(comm, spec)
+
+
+def of_other_sizes(comm: Comm, spec: str) -> str:
     strategy, told = trainer(comm, spec), ""
     try:
         strategy.step(batches(1, 8)[0])
@@ -386,7 +396,7 @@ def with_other_parameters(comm: Comm, spec: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("spec", [s for s in STRATEGIES if s != "pipeline"])
+@pytest.mark.parametrize("spec", ["data_parallel", "local_parallel"])
 @pytest.mark.parametrize(
     "batch",
     [
