@@ -177,6 +177,11 @@ def test_a_state_of_another_loader_is_refused(other: Loader, what: str) -> None:
         Loader(numbers(20), Shard(0, 1), 5).load_state_dict(other.state_dict())
 
 
+def test_a_data_loader_is_no_dataset() -> None:
+    with pytest.raises(tw.UsageError, match=r"a DataLoader; give the dataset in it: loader\.dataset"):
+        tw.loader(DataLoader(numbers(20), 5), Shard(0, 1), batch_size=5)  # type: ignore[arg-type]
+
+
 def test_reading_samples_draws_no_random_numbers() -> None:
     """Else a run that is tested more often, or goes on in mid-epoch, would have other dropout."""
     before = torch.get_rng_state()

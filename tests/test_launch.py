@@ -298,7 +298,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         env = {**FAST, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         code, _, err = run("train", "--out", str(tmp_path / "run"), env=env)
     assert code == 2
-    assert f"127.0.0.1:{port} is in use by another program; set MASTER_PORT" in err
+    assert f"127.0.0.1:{port} is in use; set MASTER_PORT" in err
     assert "Traceback" not in err
 
 

@@ -39,18 +39,18 @@ ALONE = entry("alone", [97.2, 96.9, 97.0], [31.0, 31.4, 30.8])
 def test_the_example_of_the_issue() -> None:
     quick = entry("diloco", [97.2, 97.0, 97.05], [10.0, 10.1, 9.95])
     assert said(DENSE, quick, ALONE) == [
-        "the baseline; same accuracy within noise, 2.3 × slower than one machine alone",
+        "a baseline; same accuracy within noise, 2.3 × slower than one machine alone",
         "same accuracy within noise, 7.2 × faster than data_parallel, 3.1 × faster than one machine alone",
-        "the baseline; same accuracy within noise, 2.3 × faster than data_parallel",
+        "a baseline; same accuracy within noise, 2.3 × faster than data_parallel",
     ]
-    assert said(DENSE, quick) == ["the baseline", "same accuracy within noise, 7.2 × faster than data_parallel"]
+    assert said(DENSE, quick) == ["a baseline", "same accuracy within noise, 7.2 × faster than data_parallel"]
 
 
 def test_worse_better_slower_and_as_fast() -> None:
     bad = entry("bad", [96.2, 96.3, 96.4], [101.0, 100.0, 102.0])
     good = entry("good", [98.0, 98.1, 98.2], [72.5, 71.5, 72.1])
     assert said(DENSE, bad, good) == [
-        "the baseline",
+        "a baseline",
         "0.83 points lower accuracy, 1.4 × slower than data_parallel",
         "0.97 points higher accuracy, as fast as data_parallel within noise",
     ]
@@ -72,7 +72,7 @@ def test_with_one_seed_the_noise_is_unknown() -> None:
     dense, quick = entry("data_parallel", [97.0], [72.0]), entry("diloco", [96.9], [10.0])
     same = entry("local_sgd", [97.001], [72.01])
     assert said(dense, quick, same) == [
-        "the baseline",
+        "a baseline",
         "0.10 points lower accuracy, 7.2 × faster than data_parallel (one seed: noise unknown)",
         "same accuracy, as fast as data_parallel (one seed: noise unknown)",
     ]
@@ -86,7 +86,7 @@ def test_less_loss_is_better_and_is_said_as_it_is() -> None:
 
 def test_without_a_baseline_the_first_strategy_is_it() -> None:
     one, other = (entry(name, [97.0, 97.1], [time, time * 1.02]) for name, time in (("diloco", 10), ("ist", 20)))
-    assert said(one, other) == ["the baseline", "same accuracy within noise, 2.0 × slower than diloco"]
+    assert said(one, other) == ["a baseline", "same accuracy within noise, 2.0 × slower than diloco"]
     assert said(one) == []
     failed = Entry("daso", [Record(0, Path(), None, [], [], "no")])
     assert said(one, failed) == []
@@ -112,7 +112,7 @@ def test_a_baseline_needs_a_finite_value() -> None:
     nan = float("nan")
     diverged = entry("data_parallel", [nan, nan, nan], [72.0, 73.5, 71.0])
     quick, slow = (entry(name, [97.0, 97.1, 97.2], [t, t + 0.1, t]) for name, t in (("diloco", 10.0), ("ist", 20.0)))
-    assert said(diverged, quick, slow) == ["the baseline", "same accuracy within noise, 2.0 × slower than diloco"]
+    assert said(diverged, quick, slow) == ["a baseline", "same accuracy within noise, 2.0 × slower than diloco"]
     assert said(diverged, quick, ALONE)[0] == "same accuracy within noise, 3.1 × faster than one machine alone"
     assert as_json(Results(Path(), [diverged, quick], ""))["strategies"][1]["times_as_fast_as"] == {}
 

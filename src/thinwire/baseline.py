@@ -91,6 +91,7 @@ def left_out(decision: Decision, resume: str) -> str:
     assert decision.seconds is not None
     assert decision.others_seconds is not None
     return (
-        f"one machine alone, as a baseline, would train for about {clock(decision.seconds)}, and the runs so far took "
-        f"{clock(decision.others_seconds)}, so it is left out; to run it: {resume} --baseline alone"
+        f"one machine alone, as a baseline, would train for about {clock(decision.seconds)}, more than a quarter of "
+        f"what the other runs took ({clock(decision.others_seconds)}), so it is left out; to run it: {resume} "
+        "--baseline alone"
     )

@@ -43,7 +43,8 @@ class RunConfig(BaseModel):
 
     epochs: Annotated[PositiveInt | None, option(HOW, "Passes over the data. Default: the task's.")] = None
     minutes: Annotated[
-        PositiveFloat | None, option(HOW, "Stop after the epoch in which training has taken so long. Default: never.")
+        PositiveFloat | None,
+        option(HOW, "Stop with the epoch in which training has taken this long. Default: never."),
     ] = None
     batch_size: Annotated[
         PositiveInt | None,
@@ -90,14 +91,16 @@ class RunConfig(BaseModel):
     resume: Annotated[
         bool,
         option(
-            WHERE, "Go on with the run in --out, exactly where its last checkpoint left it; start it if there is none."
+            WHERE,
+            "Go on with the run in --out, exactly where its last checkpoint left it. Where there is none, start one if "
+            "its settings are given, as --task.",
         ),
     ] = False
     checkpoint_every: Annotated[
         NonNegativeInt, option(WHERE, "Steps between checkpoints; 0 = at the end of each epoch only.")
     ] = 0
     keep: Annotated[
-        int, Field(ge=2), option(WHERE, "Checkpoints to keep; the last but one is for when the last is damaged.")
+        int, Field(ge=2), option(WHERE, "Checkpoints to keep; two, so that one is left if the newest is damaged.")
     ] = 2
     restarts: Annotated[
         NonNegativeInt, option(WHERE, "Times to start again from the last checkpoint when a rank dies.")
@@ -123,8 +126,8 @@ class CompareConfig(RunConfig):
         Literal["auto", "alone", "none"],
         option(
             COMPARED,
-            "Also train on one machine alone, to compare with: alone or none; auto does where it takes at most a "
-            "quarter of the other runs' time.",
+            "Also train on one machine alone, to compare with: alone or none; auto: only if that adds at most a "
+            "quarter to the time of the other runs.",
         ),
     ] = "auto"
     target: Annotated[

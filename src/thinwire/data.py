@@ -160,6 +160,8 @@ def loader(dataset: Dataset[Any], shard: Shard, batch_size: int, *, seed: int = 
 
 def num_samples(dataset: Any, what: str) -> int:
     """How many samples there are to be read by number; UsageError for a stream, which has none."""
+    if isinstance(dataset, DataLoader):
+        raise UsageError(f"{what} is a DataLoader; give the dataset in it: loader.dataset")
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise UsageError(
             f"{what} is {type(dataset).__name__}, a stream or without a length; ranks share samples out by number, so "

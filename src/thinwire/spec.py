@@ -91,6 +91,6 @@ def _malformed(text: str) -> UsageError:
         )
     return UsageError(
         f"cannot read '{text}'; expected a name or name(option=value, …), "
-        "for example data_parallel, maxnorm(bits=4) or local_parallel(cut=['2.conv']): text that is no plain name in "
-        "quotes, several in brackets"
+        "for example data_parallel, maxnorm(bits=4) or local_parallel(cut=['2.conv']); put text that is no plain name "
+        "into quotes, and lists into [ ]" + ("; a ) is missing" if text.count("(") > text.count(")") else "")
     )

@@ -83,7 +83,7 @@ def _sentence(results: Results, entry: Entry) -> str:
         said = ", ".join([values[0], *(pace(name) for pace, name in zip(paces, names, strict=True))])
     else:
         said = "; ".join(f"against {n} {v}, {p('')}" for n, v, p in zip(names, values, paces, strict=True))
-    role = "the baseline" if entry in measures else ""
+    role = "a baseline" if entry in measures else ""
     return "; ".join(part for part in (role, said) if part) + _doubts(results, entry, others)
 
 

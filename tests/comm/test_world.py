@@ -97,3 +97,22 @@ def test_nonsense_is_named() -> None:
 )
 def test_first_host(nodelist: str, first: str) -> None:
     assert first_host(nodelist) == first
+
+
+@pytest.mark.parametrize(
+    ("env", "told"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2, but RANK is not set"),
+        ({"RANK": "1"}, "RANK=1, but WORLD_SIZE is not set"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}, "rank 2 of 2 ranks; possible: 0 to 1"),
+        ({"RANK": "-1", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}, "rank -1 of 2 ranks"),
+    ],
+)
+def test_half_a_world_is_refused(env: dict[str, str], told: str) -> None:
+    """A process that trained alone, or waited for a rank that cannot come, would say nothing of it."""
+    with pytest.raises(UsageError, match=told):
+        find_world(env)
+
+
+def test_one_rank_needs_no_number() -> None:
+    assert find_world({"WORLD_SIZE": "1"}) is None

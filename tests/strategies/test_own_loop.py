@@ -299,6 +299,32 @@ def test_random_numbers_go_on_too_where_torch_fetches_the_samples(stop: int) -> 
     assert same(one_go, two_runs)
 
 
+def going_on_from_another_place(comm: Comm, spec: str) -> str:
+    """Rank 1 was killed before it saved what rank 0 has saved."""
+    strategy, states = trainer(comm, spec, epochs=3), []
+    loader = tw.loader(samples(), strategy.shard, 4, seed=2)
+    for batch in tw.epoch(strategy, loader, comm):
+        strategy.step(batch)
+        states.append(copy.deepcopy({"trainer": strategy.state_dict(), "loader": loader.state_dict()}))
+    state = states[2 if comm.rank == 0 else 1]
+    strategy = trainer(comm, spec, epochs=3)
+    loader = tw.loader(samples(), strategy.shard, 4, seed=2)
+    strategy.load_state_dict(state["trainer"])
+    loader.load_state_dict(state["loader"])
+    try:
+        list(tw.epoch(strategy, loader, comm))
+    except tw.UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("spec", [s for s in SAVING if s != "pipeline"])
+def test_ranks_that_go_on_from_different_places_are_stopped(spec: str) -> None:
+    for told in on_threads(going_on_from_another_place, 2, spec):
+        assert "rank 0 at batch 3 of epoch 0, rank 1 at batch 2 of epoch 0" in told
+        assert "state of the same step" in told
+
+
 # ---- batches of other ranks
 
 
@@ -381,6 +407,17 @@ def test_an_optimizer_of_other_parameters_is_refused(process_world: ProcessWorld
     """A factory that takes parameters from elsewhere would train what nobody uses."""
     for told in run_of(spec, process_world)(with_other_parameters, 2, spec):
         assert "lambda parameters: torch.optim.SGD(parameters, 0.1)" in told
+
+
+@pytest.mark.parametrize("spec", ["data_parallel", "local_parallel"])
+def test_a_loss_is_a_tensor(spec: str) -> None:
+    def number(output: Tensor, targets: Tensor) -> float:
+        return nn.functional.cross_entropy(output, targets).item()
+
+    with tw.join() as comm:
+        strategy = tw.prepare(spec, model=copy.deepcopy(MODELS[0]), optimizer=sgd, loss=number, comm=comm)
+        with pytest.raises(tw.UsageError, match=r"loss .*returned a float; .*tensor"):
+            strategy.step(batches(1, 24)[0])
 
 
 def with_other_parameters(comm: Comm, spec: str) -> str:

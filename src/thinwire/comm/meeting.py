@@ -45,7 +45,7 @@ def meet(world: World) -> dist.Store:
         return store
     except (dist.DistError, OSError, RuntimeError) as error:
         if "EADDRINUSE" in str(error) or "in use" in str(error):
-            raise UsageError(f"{where} is in use by another program; set MASTER_PORT to a free port") from None
+            raise UsageError(f"{where} is in use; set MASTER_PORT to a free port, or start rank 0 once only") from None
         raise RunError(
             f"rank {world.rank} did not meet all {world.size} ranks at {where} within {JOIN_SECONDS} s; start them "
             f"all, {_what_to_set(world)}, and check MASTER_PORT and the firewall ({str(error).splitlines()[0]})"

@@ -66,12 +66,20 @@ def find_world(env: Mapping[str, str] = os.environ) -> World | None:
         return _world(env, "mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     if "SLURM_STEP_NUM_TASKS" in env:  # set by srun for its tasks, not by sbatch for its script
         return _world(env, "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
+    for given, missing in (("WORLD_SIZE", "RANK"), ("RANK", "WORLD_SIZE")):
+        if env.get(given) and (given, env[given]) != ("WORLD_SIZE", "1"):
+            raise UsageError(
+                f"the environment has {given}={env[given]}, but {missing} is not set; set both, with ranks from 0 on, "
+                f"or neither, to train alone: unset {given}"
+            )
     return None
 
 
 def _world(env: Mapping[str, str], launcher: str, rank: str, size: str, local_rank: str, local_size: str) -> World:
     num_ranks = _int(env, size)
     num_local = _int(env, local_size) if local_size in env else _slurm_local(env, num_ranks)
+    if not 0 <= _int(env, rank) < num_ranks:
+        raise UsageError(f"{rank}={env[rank]} is rank {env[rank]} of {num_ranks} ranks; possible: 0 to {num_ranks - 1}")
     return World(
         rank=_int(env, rank),
         size=num_ranks,

@@ -110,7 +110,7 @@ def _error_axis(low: float, values: list[float]) -> Axis:
     )
     layout = {"automargin": True, "zeroline": False, "range": [begin - room, end + room]}
     layout |= {"tickvals": list(labels), "ticktext": list(labels.values())}
-    words = "The accuracy axis does not begin at 0 and widens towards 100 %: half the errors are always one step up."
+    words = "The accuracy axis does not begin at 0. Each step up on it halves the errors."
     return Axis(place, layout, words)
 
 

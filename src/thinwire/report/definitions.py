@@ -11,6 +11,9 @@ DEFINITIONS = {
     "sender, all ranks together: ranks of a node share its link. On one node, those of a rank on average.",
     "× data_parallel, × alone": "How many times as fast training was: the training time of that strategy, or of one "
     "machine alone, over this one's.",
+    "alone": "One machine by itself: a node, or a rank where there is one node. It trains on all the data, with the "
+    "same samples in every update, while the other machines do the same. Nothing crosses between machines in training; "
+    "its model is sent to the others for evaluation.",
     "Underlined": "The best of a column, and all that cannot be told apart from it. If all strategies were equally "
     "good, all would be underlined in about 95 of 100 comparisons. One deviation serves for all strategies (the median "
     "of theirs; where that is 0, the root of their mean variance), so that equal means are marked alike. Bytes do not "

@@ -60,7 +60,7 @@ class AB(Strategy):
         warmup: LengthOrZero | None = None,  # Wu: full rank until then; default: 2·S
         rebound: Length | None = None,  # D: full rank after each meeting; default: S·60/759
         climb: LengthOrZero | None = None,  # R: until the learning rate is back after a change; default: S·267/759
-        unit: Literal["steps", "epochs"] = "steps",  # steps or epochs: of these four
+        unit: Literal["steps", "epochs"] = "steps",  # steps or epochs: of sync_every, warmup, rebound and climb
         moments: Literal["rotate", "slice", "reset"] = "reset",  # rotate, slice or reset: what the optimizer remembers
         reducer: Reducer = mean(),  # how gradients are averaged
     ) -> None:

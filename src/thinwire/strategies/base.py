@@ -149,7 +149,7 @@ def prepare(
     _check_model(model)
     refuse_emptied(model)
     refuse_unfit(model, "prepare")
-    recipe = Recipe(loss, optimizer, schedule, clip_norm, accumulate, autocast, epochs)
+    recipe = Recipe(_checked(loss), optimizer, schedule, clip_norm, accumulate, autocast, epochs)
     strategy: Strategy = registry.build("strategies", spec, model, recipe, comm)
     return strategy
 
@@ -162,6 +162,21 @@ def _check_model(model: nn.Module) -> None:
             "model is wrapped in DistributedDataParallel, which would average gradients a second time; give the model "
             "in it, model.module, or keep the DDP and your loop: tw.attach"
         )
+
+
+def _checked(loss: Loss) -> Loss:
+    """The same loss, but what is no tensor is refused by name."""
+
+    def checked(output: Any, targets: Tensor) -> Tensor:
+        found = loss(output, targets)
+        if not isinstance(found, Tensor):
+            raise UsageError(
+                f"the loss ({getattr(loss, '__name__', loss)}) returned a {type(found).__name__}; return the mean over "
+                "the batch as a tensor, without .item()"
+            )
+        return found
+
+    return checked
 
 
 def _check_schedule(schedule: Callable[[int], float]) -> None:

@@ -261,5 +261,6 @@ def _nodes(comm: Comm, ranks_per_node: int | None) -> list[list[int]]:
     """The ranks of each node."""
     nodes = nodes_of(comm) if ranks_per_node is None else groups_of(comm, ranks_per_node, "daso: ranks_per_node")
     if len(nodes) == 1 and comm.rank == 0:
-        say("thinwire: daso: all ranks are on one node, so this is data_parallel; ranks_per_node=… makes several nodes")
+        several = f"more than {ranks_per_node} ranks make" if ranks_per_node else "ranks_per_node=… makes"
+        say(f"thinwire: daso: all ranks are on one node, so this is data_parallel; {several} several nodes")
     return nodes

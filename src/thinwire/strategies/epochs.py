@@ -37,10 +37,26 @@ def epoch(trainer: Strategy, batches: Iterable[Batch], comm: Comm) -> Iterator[B
         )
     iterator = iter(batches)
     number, done = (batches.epoch, batches.batch) if isinstance(batches, Loader) else (0, 0)
+    if isinstance(batches, Loader):
+        _check_places(batches, comm)
     yield from _equally_many(trainer, iterator, done, _length(batches) - done, comm)
     trainer.end_epoch()
     if isinstance(batches, Loader) and batches.epoch == number:  # else it saw the last batch go by itself
         batches.end_epoch()
+
+
+def _check_places(loader: Loader, comm: Comm) -> None:
+    """Stop ranks that go on from states of different steps: their models would differ from then on. Collective."""
+    with comm.ledger.purpose("sync"):
+        own = torch.tensor([loader.epoch, loader.batch, len(loader)])
+        places = [place.tolist() for place in comm.gather(own)]
+    steps = max(batch for _, batch, _ in places)
+    if any((epoch, batch) != (loader.epoch, min(steps, length)) for epoch, batch, length in places):
+        where = ", ".join(f"rank {r} at batch {batch} of epoch {epoch}" for r, (epoch, batch, _) in enumerate(places))
+        raise UsageError(
+            f"ranks are at different places: {where}; load on every rank the state of the same step (docs/library.md, "
+            "Stop and go on)"
+        )
 
 
 def _equally_many(
