@@ -297,7 +297,7 @@ def test_verdicts_factors_and_unequal_work_are_on_the_page(tmp_path: Path) -> No
         run = RunFolder(tmp_path / run_place(1, SPARSE, seed))
         run.save_summary(json.loads(run.summary.read_text()) | {"steps": 900})
     html = page(read_results(tmp_path))
-    assert re.search(rf"In short 1data_parallel the baseline 2{re.escape(SPARSE)} \S.*1\.3 × faster than data_parallel",
+    assert re.search(rf"In short 1data_parallel a baseline 2{re.escape(SPARSE)} \S.*1\.3 × faster than data_parallel",
                      text(html))  # fmt: skip
     assert f"Not the same work: {SPARSE} took 900 updates, the others" not in text(html), "there is one other"
     assert f"Not the same work: {SPARSE} took 900 updates, data_parallel 480." in text(html)

@@ -70,6 +70,7 @@ class Parts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(1)  # this process's model is that of others
         self.layers = nn.ModuleList([nn.Linear(6, 3) for _ in range(3)])
         self.calls = 0
 
