@@ -134,7 +134,7 @@ def _run_once(world: dict[str, int], port: int, pipe: Any, function: Callable[..
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     end = ""
     try:
-        with no_grace(), tw.join() as comm:
+        with no_grace(), tw.join("gloo", device="cpu") as comm:
             function(comm, *args)
     except Exception as error:
         end = type(error).__name__
