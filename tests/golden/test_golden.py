@@ -1,0 +1,35 @@
+"""Every method gives the numbers that it gave before."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.golden.runs import FILES, REDUCERS, STRATEGIES, arithmetic, names, record, stored
+from tests.worlds import ProcessWorlds
+from thinwire import registry
+
+NEARLY = 0.02  # of losses, where the last bits differ: rounding to a few bits makes more of them
+
+
+@pytest.mark.parametrize("name", names())
+def test_numbers_have_not_changed(name: str, process_world: ProcessWorlds) -> None:
+    """To change them on purpose: python -m tests.golden, and say why in the commit."""
+    before, after = stored(name), record(name, process_world)
+    assert len(before["runs"]) == len(after)
+    for old, new in zip(before["runs"], after, strict=True):
+        assert new["wire_bytes"] == old["wire_bytes"]
+        if before["arithmetic"] == arithmetic():
+            assert new == old
+        for there, here in zip(old["losses"], new["losses"], strict=True):
+            assert len(there) == len(here)
+            for one, other in zip(map(float.fromhex, there), map(float.fromhex, here), strict=True):
+                assert (math.isnan(one) and math.isnan(other)) or other == pytest.approx(one, rel=NEARLY, abs=NEARLY)
+
+
+def test_every_method_has_a_golden_run() -> None:
+    assert set(STRATEGIES) == set(registry.TABLE["strategies"])
+    specs = " ".join(spec for family in REDUCERS.values() for spec in family)
+    assert all(name in specs for name in registry.TABLE["reducers"])
+    assert {path.stem for path in FILES.iterdir()} == set(names())
