@@ -17,8 +17,8 @@ import argparse
 
 from comparison import between_bytes, compare, mean, print_table
 
-from thinwire.results import Entry
-from thinwire.tables import clock, size
+from thinwire.common.formats import format_bytes, format_seconds
+from thinwire.compare.results import Entry
 
 AUTHORS = {"optimizer": "adamw(weight_decay=0.1)", "lr": 0.003, "clip_norm": 1, "schedule": "cosine(warmup_epochs=1)"}
 PUBLISHED_RATIO = 44.14
@@ -58,8 +58,12 @@ def row(entry: Entry) -> list[str]:
     smallest = [
         record.summary["factored"] for record in entry.finished if record.summary and record.summary["factored"]
     ]
-    cells = [entry.spec, f"{mean(entry, 'value'):.2f} %", clock(mean(entry, "train_seconds"))]
-    cells += [size(mean(entry, "wire_bytes_per_rank")), size(between_bytes(entry)), f"{mean(entry, 'parameters'):,.0f}"]
+    cells = [entry.spec, f"{mean(entry, 'value'):.2f} %", format_seconds(mean(entry, "train_seconds"))]
+    cells += [
+        format_bytes(mean(entry, "wire_bytes_per_rank")),
+        format_bytes(between_bytes(entry)),
+        f"{mean(entry, 'parameters'):,.0f}",
+    ]
     if not smallest:
         return [*cells, "", "", ""]
     parameters, ratio, value = (

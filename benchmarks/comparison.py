@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from thinwire.results import Entry, read_results
+from thinwire.compare.results import Entry, read_results
 
 ALONE = "local_sgd(every=1000000000)"  # ranks that meet at the end of each epoch only: computing, and nothing else
 

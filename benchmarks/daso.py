@@ -20,8 +20,8 @@ import statistics
 from comparison import between_bytes, compare, compute_seconds, mean, measured_link, print_table
 
 from thinwire.comm.ledger import all_reduce_bytes
+from thinwire.compare.results import Entry
 from thinwire.netlab import Link
-from thinwire.results import Entry
 
 BASE = "data_parallel"
 BLOCKING_EPOCHS = 4  # at the start, and again at the end: DASO's defaults

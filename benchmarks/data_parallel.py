@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from thinwire import registry
-from thinwire.comm.joining import pick_device
+from thinwire.comm.join import pick_device
 from thinwire.comm.world import find_world
 
 ROUNDS = 5

@@ -19,7 +19,7 @@ import torch
 from comparison import compare, mean, measured_link, print_table
 from torch.utils.data import TensorDataset
 
-from thinwire.results import Entry
+from thinwire.compare.results import Entry
 from thinwire.tasks.base import Task
 
 BASE, RANKS = "data_parallel", 4

@@ -15,7 +15,7 @@ import itertools
 
 from comparison import compare, measured_link, print_table
 
-from thinwire.results import Entry
+from thinwire.compare.results import Entry
 
 GOALS = {"link": 1.4, "loopback": 1.0}
 

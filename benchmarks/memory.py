@@ -16,7 +16,7 @@ import torch
 
 import thinwire as tw
 from thinwire import registry
-from thinwire.comm.base import gather_json
+from thinwire.comm.base import all_gather_json
 
 SHAPE, CLASSES = (3, 32, 32), 10
 
@@ -48,7 +48,7 @@ def main() -> None:
         for _ in range(options.steps):
             trainer.step((inputs, targets))
         trainer.end_epoch()
-        found = gather_json(comm, [peak(device) - empty, sum(p.numel() for p in trainer.model.parameters())])
+        found = all_gather_json(comm, [peak(device) - empty, sum(p.numel() for p in trainer.model.parameters())])
         if comm.rank == 0:
             print(f"{options.spec}, {options.model}, batch {options.batch_size}, {device.type}")
             for rank, (num_bytes, parameters) in enumerate(found):

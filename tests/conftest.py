@@ -17,7 +17,7 @@ import torch
 import torch._dynamo  # the first optimizer would import it, and it sets an environment variable
 import torch.distributed as dist
 
-from tests import quick
+from tests import programs
 from tests.worlds import ProcessWorlds, on_threads
 from thinwire.comm.base import Comm
 
@@ -35,9 +35,9 @@ def _own_temporary_folder() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def quick_python() -> Iterator[None]:
-    """What tests.quick starts programs from."""
-    server = quick.start_server()
+def program_server() -> Iterator[None]:
+    """What tests.programs starts programs from."""
+    server = programs.start_server()
     yield
     try:
         server.communicate(timeout=20)
@@ -84,7 +84,7 @@ def _eventually(holds: Callable[[], bool], seconds: float = 5.0) -> bool:
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves a process, a thread, a process group or a changed environment behind."""
-    for name in {"world", "quick_python"} & set(request.fixturenames):
+    for name in {"world", "program_server"} & set(request.fixturenames):
         request.getfixturevalue(name)  # its processes are there before we look
     threads, children, environment = set(threading.enumerate()), _children(), dict(os.environ)
     yield

@@ -3,90 +3,31 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parent.parent / "src" / "thinwire"
-FILES = sorted(SOURCE.rglob("*.py"))
+from tests.architecture import FILES, LAYERS, PAGE, SOURCE, graph, imports, layer, name, own, written
 
-# Lower layers first. A module may import from its own layer or a lower one, never from a higher one.
-LAYERS = [
-    {"errors"},
-    {"spec"},
-    {"registry", "config", "records", "data", "optim", "dtypes", "netlab"},
-    {"noise", "results", "verdicts", "tables", "baseline", "progress"},
-    {"comm", "kernels"},
-    {"network", "meters", "codecs"},
-    {"reducers", "surgery"},
-    {"overlap", "averaging", "factoring", "homes", "assembly", "checkpoint", "mail"},
-    {"strategies", "attaching", "tasks"},
-    {"evaluation", "summary", "startup"},
-    {"worker", "rendezvous"},
-    {"launch"},
-    {"bench", "display", "report"},
-    {"cli"},
-    {"__main__", "__init__"},
-]
-NO_TORCH = {
-    "baseline",
-    "tables",
-    "results",
-    "noise",
-    "verdicts",
-    "report/page",
-    "report/figures",
-    "report/ranks",
-    "network",
-    "display",
-    "netlab/lab",
-    "netlab/keeper",
-    "errors",
-    "spec",
-    "registry",
-    "config",
-    "records",
-    "progress",
-    "cli",
-    "__main__",
-    "comm/ledger",
-    "comm/world",
-    "tasks/naming",
+NO_TORCH = ("errors", "spec", "registry", "config", "netlab", "compare", "cli", "__main__")  # so that they start fast
+NO_TORCH_MODULES = {"common/messages", "common/formats", "common/files", "comm/ledger", "comm/world", "tasks/naming"}
+NO_TORCH_MODULES |= {"run/records", "run/progress", "run/network", "run/tables"}
+MAY_USE_DISTRIBUTED = {
+    "comm/process",
+    "comm/pipelining",
+    "comm/join",
+    "comm/store",
+    "launch/launcher",
+    "launch/rendezvous",
 }
-MAY_USE_DISTRIBUTED = {"comm/process", "comm/pipelining", "comm/joining", "comm/meeting", "launch", "rendezvous"}
-
-
-def name(path: Path) -> str:
-    return str(path.relative_to(SOURCE).with_suffix(""))
-
-
-def layer(module: str) -> int:
-    return next(i for i, members in enumerate(LAYERS) if module.split("/")[0] in members)
-
-
-def imports(path: Path, everywhere: bool = True) -> set[str]:
-    """Modules that a file imports; with everywhere=False, only those that importing it imports."""
-    tree = ast.parse(path.read_text())
-    nodes = ast.walk(tree) if everywhere else iter(tree.body)
-    found: set[str] = set()
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
-
-
-def own(path: Path) -> set[str]:
-    modules = {name(p) for p in FILES}
-    wanted = {m.removeprefix("thinwire.").replace(".", "/") for m in imports(path) if m.startswith("thinwire.")}
-    return {m for m in wanted if m in modules or f"{m}/__init__" in modules}
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if name(p) != "__init__"], ids=name)
 def test_imports_go_one_way_down(path: Path) -> None:
     for module in own(path):
-        assert layer(module) <= layer(name(path)), f"{name(path)} imports {module}"
+        assert LAYERS.index(layer(module)) <= LAYERS.index(layer(name(path))), f"{name(path)} imports {module}"
 
 
 def test_strategies_reducers_and_tasks_do_not_import_each_other() -> None:
@@ -99,7 +40,9 @@ def test_strategies_reducers_and_tasks_do_not_import_each_other() -> None:
             assert siblings <= common, f"{path.name} imports {siblings - common}"
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if name(p) in NO_TORCH], ids=name)
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if layer(name(p)) in NO_TORCH or name(p) in NO_TORCH_MODULES], ids=name
+)
 def test_what_must_start_fast_imports_no_torch(path: Path) -> None:
     assert not {m for m in imports(path, everywhere=False) if m.split(".")[0] == "torch"}
 
@@ -127,4 +70,35 @@ def test_public_functions_and_classes_say_what_they_do(path: Path) -> None:
 
 
 def test_every_module_is_in_a_layer() -> None:
-    assert {name(p).split("/")[0] for p in FILES} == set().union(*LAYERS)
+    assert {layer(name(p)) for p in FILES} == set(LAYERS)
+
+
+def test_few_modules_lie_beside_the_folders() -> None:
+    assert len(list(SOURCE.glob("*.py"))) <= 9
+
+
+def test_folders_do_not_import_each_other_in_a_circle() -> None:
+    for one, others in graph().items():
+        assert all(LAYERS.index(other) < LAYERS.index(one) for other in others), one
+
+
+def test_the_page_shows_the_import_graph_of_today() -> None:
+    """To draw it again: python -m tests.architecture."""
+    page = PAGE.read_text()
+    assert "flowchart" in page
+    assert written(page) == page
+
+
+def test_attach_needs_no_terminal_and_no_command_line() -> None:
+    """tw.attach in a plain DDP loop loads nothing that only the command line or the report needs."""
+    program = """
+import sys, torch, torch.distributed as dist, thinwire as tw
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+attached = tw.attach(ddp, "error_feedback(maxnorm(bits=4))")
+ddp(torch.ones(3, 4)).sum().backward()
+attached.close(); dist.destroy_process_group()
+print([m for m in ("rich", "cyclopts", "plotly", "sklearn", "thinwire.config", "thinwire.run") if m in sys.modules])
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    assert ran.stdout.strip() == "[]"

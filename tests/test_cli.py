@@ -72,7 +72,7 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *a
         ),
         (["train", "--world-size", "4"], "Unknown option: --world-size"),
         (["train", "--strategy", "DiLoCo"], "unknown strategy 'DiLoCo'; did you mean 'diloco'?"),
-        (["train", "--strategy", "data-parallel(parcel_mb=5)"], "names have no '-': try data_parallel(parcel_mb=5)"),
+        (["train", "--strategy", "data-parallel(bucket_mb=5)"], "names have no '-': try data_parallel(bucket_mb=5)"),
         (["compare", "data_parallel,local_sgd"], "'data_parallel,local_sgd' is several; give them one by one"),
         (["train", "--model", "mine:net"], "a model of yours is part of one, as Task(…, model=make)"),
         (["teach"], "teach"),

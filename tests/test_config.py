@@ -9,14 +9,14 @@ import pytest
 
 from thinwire.config import RunConfig
 from thinwire.errors import UsageError
-from thinwire.launch import settle
-from thinwire.records import RunFolder
+from thinwire.launch.launcher import resolve
+from thinwire.run.records import RunFolder
 
 
 def test_a_file_is_read_and_options_win_over_it(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('task = "synthetic"\nbatch-size = 8\nlr = 0.5\n')
-    config = settle(file, {"lr": 0.25})
+    config = resolve(file, {"lr": 0.25})
     assert (config.task, config.batch_size, config.lr, config.strategy) == ("synthetic", 8, 0.25, "data_parallel")
 
 
@@ -32,24 +32,24 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_resuming_needs_only_the_folder(saved: Path) -> None:
-    config = settle(None, {"resume": True, "out": saved})
+    config = resolve(None, {"resume": True, "out": saved})
     assert (config.task, config.ranks, config.epochs, config.resume) == ("synthetic", 2, 3, True)
 
 
 def test_resuming_may_go_on_for_longer(saved: Path) -> None:
-    assert settle(None, {"resume": True, "out": saved, "epochs": 9, "lr": 0.5}).epochs == 9
+    assert resolve(None, {"resume": True, "out": saved, "epochs": 9, "lr": 0.5}).epochs == 9
 
 
 @pytest.mark.parametrize(("name", "value"), [("lr", 0.1), ("ranks", 4), ("task", "digits"), ("seed", 1)])
 def test_resuming_may_not_change_the_numbers(saved: Path, name: str, value: object) -> None:
     with pytest.raises(UsageError, match=f"has {name}=.*leave out --{name} to resume it"):
-        settle(None, {"resume": True, "out": saved, name: value})
+        resolve(None, {"resume": True, "out": saved, name: value})
 
 
 def test_a_folder_that_moved_can_be_resumed_where_it_is(saved: Path, tmp_path: Path) -> None:
     moved = tmp_path.parent / (tmp_path.name + "-moved")
     saved.rename(moved)
-    assert settle(None, {"resume": True, "out": moved}).out == moved
+    assert resolve(None, {"resume": True, "out": moved}).out == moved
 
 
 @pytest.mark.parametrize("made", [False, True])
@@ -61,11 +61,11 @@ def test_resuming_starts_a_run_where_there_is_none_yet(
     if made:
         out.mkdir()
     asked = {"resume": True, "out": out, "task": "synthetic", "epochs": 2}
-    config = settle(None, asked)
+    config = resolve(None, asked)
     assert (config.resume, config.task, config.out) == (False, "synthetic", out)
     assert capsys.readouterr().err == f"no run in {out} yet: starting one\n"
     RunFolder(out).save_config(config)
-    assert settle(None, asked).resume
+    assert resolve(None, asked).resume
     assert capsys.readouterr().err == ""
 
 
@@ -74,7 +74,7 @@ def test_only_one_of_many_ranks_says_that_a_run_is_started(
 ) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
-    assert not settle(None, {"resume": True, "out": tmp_path / "run", "task": "synthetic"}).resume
+    assert not resolve(None, {"resume": True, "out": tmp_path / "run", "task": "synthetic"}).resume
     assert capsys.readouterr().err == ""
 
 
@@ -84,10 +84,10 @@ def test_resuming_where_other_things_are_is_refused(saved: Path, tmp_path: Path)
     with pytest.raises(
         UsageError, match=r"other holds no run .no config.toml.; check --out, or give another for a new"
     ):
-        settle(None, {"resume": True, "out": tmp_path / "other", "task": "synthetic"})
+        resolve(None, {"resume": True, "out": tmp_path / "other", "task": "synthetic"})
     saved = tmp_path / "first"
     RunFolder(saved).save_config(RunConfig(out=saved))
     with pytest.raises(
         UsageError, match=r"one-first holds no run .*did you mean .*/first\?., or give the settings of a new"
     ):
-        settle(None, {"resume": True, "out": tmp_path / "one-first"})
+        resolve(None, {"resume": True, "out": tmp_path / "one-first"})

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import thinwire
-from tests import quick
+from tests import programs
 from thinwire import registry
 
 ROOT = Path(__file__).parent.parent
@@ -41,7 +41,7 @@ def test_python_blocks_run_in_order(page: Path, tmp_path: Path, monkeypatch: pyt
         exec(compile(block, str(page), "exec"), names)
 
 
-@pytest.mark.usefixtures("quick_python")
+@pytest.mark.usefixtures("program_server")
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "sh")], ids=lambda p: p.name)
 def test_commands_work_in_order(page: Path, tmp_path: Path) -> None:
     if page.name == "running.md":  # it goes on with the run that the README began
@@ -60,7 +60,7 @@ def call(command: str, folder: Path) -> str:
     words = shlex.split(command)
     assert words[0] == "thinwire", command
     done = subprocess.run(
-        [*quick.PYTHON, "-m", *words], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [*programs.PYTHON, "-m", *words], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, f"{command}\n{done.stderr}"
@@ -68,7 +68,7 @@ def call(command: str, folder: Path) -> str:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.usefixtures("quick_python")
+@pytest.mark.usefixtures("program_server")
 def test_the_demo_reaches_95_percent_and_writes_its_report(tmp_path: Path) -> None:
     lines = subprocess.run(
         ["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, check=True

@@ -30,7 +30,7 @@ def every_operation(comm: Comm) -> list[tuple[str, list[float]]]:
         "mean": comm.mean(tensor),
         "max": comm.max(tensor),
         "broadcast": comm.broadcast(tensor, root=1),
-        "gather": torch.cat(comm.gather(tensor)),
+        "gather": torch.cat(comm.all_gather(tensor)),
         "all_to_all": torch.cat(comm.all_to_all([tensor[:1] for _ in range(comm.size)])),
     }
     if comm.rank == 0:
@@ -53,7 +53,7 @@ def test_operations_on_cuda_tensors_are_those_on_threads(process_world: ProcessW
     assert process_world.run(every_operation, 3) == on_threads(every_operation, 3)
 
 
-@pytest.mark.parametrize("spec", ["data_parallel", "data_parallel(parcel_mb=0.005)"])
+@pytest.mark.parametrize("spec", ["data_parallel", "data_parallel(bucket_mb=0.005)"])
 def test_n_ranks_on_a_gpu_are_one_rank(process_world: ProcessWorlds, spec: str) -> None:
     alone = on_threads(train, 1, spec)[0]
     results: list[Any] = process_world.run(train, 4, spec)
@@ -89,7 +89,7 @@ def test_reducers_on_cuda_tensors_give_every_rank_the_mean_of_what_was_sent(
 
 @pytest.mark.parametrize("reducer", ["error_feedback(maxnorm(bits=4))", "maxnorm(predicted=True)", "powersgd(rank=2)"])
 def test_compressed_training_on_a_gpu_keeps_ranks_equal(process_world: ProcessWorlds, reducer: str) -> None:
-    results: list[Any] = process_world.run(train, 4, f"data_parallel(reducer={reducer}, parcel_mb=0.005)")
+    results: list[Any] = process_world.run(train, 4, f"data_parallel(reducer={reducer}, bucket_mb=0.005)")
     assert all(same(results[0], other) for other in results)
 
 
@@ -178,7 +178,7 @@ def dealt(comm: Comm, spec: str, device: str, optimizer: Any) -> tuple[dict[str,
     strategies[0].whole_gb = 1e-9
     inputs = batches(1, 24)[0][0].to(device)
     with torch.no_grad():
-        streamed = torch.allclose(strategies[0].to_test().eval()(inputs), wholes[0](inputs), rtol=1e-4, atol=1e-5)
+        streamed = torch.allclose(strategies[0].eval_model().eval()(inputs), wholes[0](inputs), rtol=1e-4, atol=1e-5)
     first, second = ({name: t.cpu() for name, t in weights(whole).items()} for whole in wholes)
     assert next(strategies[0].model.parameters()).device.type == device
     return first, second, streamed
@@ -211,7 +211,7 @@ def in_blocks(comm: Comm, spec: str, device: str) -> tuple[dict[str, Tensor], di
 
 
 @pytest.mark.parametrize(
-    "options", ["", "overlap=2", "overlap=3, reduce=farthest, microbatches=2", "wire=bf16", "wire=int8"]
+    "options", ["", "window=2", "window=3, losses=farthest, microbatches=2", "wire=bf16", "wire=int8"]
 )
 def test_blocks_on_a_gpu_are_those_of_a_cpu(process_world: ProcessWorlds, options: str) -> None:
     spec = f"local_parallel({options})"
@@ -245,7 +245,7 @@ def test_nccl_gives_cpu_tensors_back_whole() -> None:
             given = torch.full((100_000,), float(i))
             assert torch.equal(comm.sum(given), given)
             assert torch.equal(comm.mean(given), given)
-            assert torch.equal(comm.gather(given)[0], given)
+            assert torch.equal(comm.all_gather(given)[0], given)
             assert torch.equal(comm.broadcast(given), given)
             assert torch.equal(comm.all_to_all([given])[0], given)
         alone = train(comm, "data_parallel")

@@ -14,7 +14,7 @@ from typing import Any
 import thinwire as tw
 from thinwire.comm import process
 from thinwire.comm.ledger import Ledger
-from thinwire.comm.meeting import loopback_store
+from thinwire.comm.store import loopback_store
 
 REPLY_SECONDS = 100
 
@@ -58,7 +58,7 @@ class _ProcessWorld:
     def __init__(self, size: int) -> None:
         self.store = loopback_store(size)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["thinwire.worker", "torch._dynamo"])
+        context.set_forkserver_preload(["thinwire.run.worker", "torch._dynamo"])
         self.pipes = []
         self.processes = []
         for rank in range(size):
@@ -99,7 +99,7 @@ def ends_of(function: Callable[..., Any], nodes: list[int], *args: Any) -> list[
     """
     store = loopback_store(sum(nodes))
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["thinwire.worker", "torch._dynamo"])
+    context.set_forkserver_preload(["thinwire.run.worker", "torch._dynamo"])
     places = [(size, local) for size in nodes for local in range(size)]
     ranks = []
     for rank, (local_size, local) in enumerate(places):

@@ -6,14 +6,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thinwire.attaching import attach as attach
     from thinwire.comm.base import Comm as Comm
-    from thinwire.comm.joining import join as join
+    from thinwire.comm.join import join as join
     from thinwire.comm.threads import simulate as simulate
     from thinwire.data import Shard as Shard
     from thinwire.data import loader as loader
     from thinwire.errors import RunError as RunError
     from thinwire.errors import UsageError as UsageError
+    from thinwire.exchange.attach import attach as attach
     from thinwire.strategies.base import Strategy as Strategy
     from thinwire.strategies.base import prepare as prepare
     from thinwire.strategies.epochs import epoch as epoch
@@ -31,9 +31,9 @@ _HOME = {
     "Strategy": "thinwire.strategies.base",
     "Task": "thinwire.tasks.base",
     "UsageError": "thinwire.errors",
-    "attach": "thinwire.attaching",
+    "attach": "thinwire.exchange.attach",
     "epoch": "thinwire.strategies.epochs",
-    "join": "thinwire.comm.joining",
+    "join": "thinwire.comm.join",
     "loader": "thinwire.data",
     "prepare": "thinwire.strategies.base",
     "simulate": "thinwire.comm.threads",

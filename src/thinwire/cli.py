@@ -51,9 +51,9 @@ def train(
     thinwire train --out runs/digits-data_parallel-1 --resume
     ```
     """
-    from thinwire.launch import launch, settle
+    from thinwire.launch.launcher import launch, resolve
 
-    launch(settle(file, settings.model_dump(include=settings.model_fields_set)))
+    launch(resolve(file, settings.model_dump(include=settings.model_fields_set)))
 
 
 @app.command(sort_key=2)
@@ -71,7 +71,7 @@ def compare(
     thinwire compare --out runs/compare-1 --resume      # go on with what is not finished
     ```
     """
-    from thinwire.bench import compare
+    from thinwire.compare.bench import compare
 
     compare(list(strategies), settings.model_dump(include=settings.model_fields_set))
 
@@ -85,8 +85,8 @@ def report(folder: Path, /) -> None:
     folder
         What thinwire compare, or thinwire train, wrote.
     """
-    from thinwire.report import write_report
-    from thinwire.results import read_results
+    from thinwire.compare.report import write_report
+    from thinwire.compare.results import read_results
 
     print(write_report(read_results(folder)))
 

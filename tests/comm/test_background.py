@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from thinwire.comm.background import Background, CommThread
+from thinwire.comm.background import BackgroundWork, CommThread
 from thinwire.comm.ledger import Ledger
 
 
@@ -40,10 +40,10 @@ def test_work_is_done_in_order_and_under_the_purpose_of_whoever_gave_it() -> Non
 
 
 def test_a_result_or_an_error_waits_for_whoever_asks() -> None:
-    background: Background[int] = Background(Ledger())
+    background: BackgroundWork[int] = BackgroundWork(Ledger())
     background.run(lambda: 7)
     assert background.wait() == background.wait() == 7
-    failed: Background[float] = Background(Ledger())
+    failed: BackgroundWork[float] = BackgroundWork(Ledger())
     failed.run(lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         failed.wait()

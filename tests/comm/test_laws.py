@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from thinwire.comm.base import Comm, gather_json
+from thinwire.comm.base import Comm, all_gather_json
 from thinwire.comm.ledger import all_gather_bytes, all_reduce_bytes, broadcast
 from thinwire.errors import UsageError
 
@@ -157,11 +157,11 @@ def moves(comm: Comm) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for dtype in [torch.float32, torch.float8_e4m3fn, torch.int16, torch.bool, torch.bfloat16]:
         tensor = torch.full((2, 3), float(me % 2)).to(dtype)
-        gathered = comm.gather(tensor)
+        gathered = comm.all_gather(tensor)
         assert [g.dtype for g in gathered] == [dtype] * n
         assert [g.float().flatten()[0].item() for g in gathered] == [float(r % 2) for r in range(n)]
-    assert [len(g) for g in comm.gather(torch.empty(0))] == [0] * n
-    out["scalar"] = [g.item() for g in comm.gather(torch.tensor(me))]
+    assert [len(g) for g in comm.all_gather(torch.empty(0))] == [0] * n
+    out["scalar"] = [g.item() for g in comm.all_gather(torch.tensor(me))]
     parts = [torch.full((1 + me + j,), 10 * me + j) for j in range(n)]
     like = [torch.empty(1 + j + me, dtype=torch.int64) for j in range(n)]
     out["all_to_all"] = [p.tolist() for p in comm.all_to_all(parts, like)]
@@ -207,7 +207,7 @@ def many_under_way(comm: Comm) -> list[tuple[int, float]]:
     other, on_their_way = 1 - comm.rank, []
     for number in range(8):
         message = torch.full((1000 * (8 - number),), float(number))
-        on_their_way.append(comm.start_send(message, to=other))
+        on_their_way.append(comm.isend(message, to=other))
         message.zero_()
     got = [comm.recv(torch.empty(1000 * (8 - number)), source=other) for number in range(8)]
     for pending in on_their_way:
@@ -240,7 +240,7 @@ def booked(comm: Comm) -> dict[str, tuple[int, int]]:
     n = comm.size
     comm.sum(torch.zeros(100))
     comm.mean(torch.zeros(50, dtype=torch.float64))
-    comm.gather(torch.zeros(7, dtype=torch.int8))
+    comm.all_gather(torch.zeros(7, dtype=torch.int8))
     comm.broadcast(torch.zeros(10), root=n - 1)
     comm.all_to_all([torch.zeros(j + 1) for j in range(n)], [torch.zeros(comm.rank + 1)] * n)
     return {row["op"]: (row["payload_bytes"], row["wire_bytes"]) for row in comm.ledger.rows()}
@@ -257,7 +257,7 @@ def test_booked_bytes_follow_the_formulas(world: World, ranks: int) -> None:
 
 
 def exchange_json(comm: Comm) -> Any:
-    return gather_json(comm, {"rank": comm.rank, "text": "é" * comm.rank, "none": None})
+    return all_gather_json(comm, {"rank": comm.rank, "text": "é" * comm.rank, "none": None})
 
 
 @pytest.mark.parametrize("ranks", RANKS)

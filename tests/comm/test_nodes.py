@@ -38,7 +38,7 @@ def test_a_host_knows_itself() -> None:
 def sent(comm: Comm) -> dict[str, tuple[int, int]]:
     data = torch.zeros(120, dtype=torch.uint8)
     comm.sum(data)
-    comm.gather(data)
+    comm.all_gather(data)
     comm.broadcast(data, root=0)
     comm.all_to_all([data[: 10 * (to + 1)] for to in range(comm.size)], [data[: 10 * (comm.rank + 1)]] * comm.size)
     return {row["op"]: (row["wire_bytes"], row["between_bytes"]) for row in comm.ledger.rows()}

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from tests.worlds import ProcessWorlds, no_grace
-from thinwire.comm.joining import beside
+from thinwire.comm.join import beside
 from thinwire.comm.process import ProcessComm
 from thinwire.errors import PeerLost
 

@@ -34,8 +34,8 @@ STRATEGIES = {
     "ist": ["ist(local_steps=3)", "ist(local_steps=2, scale=train, optimizer_state=reset, shares=[3, 2, 2, 1])"],
     "local_parallel": [
         "local_parallel(blocks=2)",
-        "local_parallel(blocks=2, overlap=2, microbatches=2, wire=bf16, head=readout(every=2), reducer=maxnorm)",
-        "local_parallel(blocks=4, overlap=2, head=predsim, reduce=farthest)",
+        "local_parallel(blocks=2, window=2, microbatches=2, wire=bf16, head=readout(every=2), reducer=maxnorm)",
+        "local_parallel(blocks=4, window=2, head=predsim, losses=farthest)",
     ],
     "pipeline": ["pipeline(blocks=2)", "pipeline(blocks=2, schedule=gpipe, microbatches=2, reducer=maxnorm(bits=4))"],
 }
@@ -61,7 +61,7 @@ def names() -> list[str]:
 def record(name: str, processes: ProcessWorlds) -> list[dict[str, Any]]:
     """Run what a file is about."""
     if name.startswith("reducer-"):
-        specs = [f"data_parallel(reducer={spec}, parcel_mb=0.002)" for spec in REDUCERS[name.removeprefix("reducer-")]]
+        specs = [f"data_parallel(reducer={spec}, bucket_mb=0.002)" for spec in REDUCERS[name.removeprefix("reducer-")]]
     else:
         specs = STRATEGIES[name]
     runs = []

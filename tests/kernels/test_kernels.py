@@ -12,10 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire import kernels, progress
-from thinwire.dtypes import AVERAGED
+from thinwire import kernels
+from thinwire.common.dtypes import AVERAGED
 from thinwire.errors import UsageError
 from thinwire.kernels import eager, hashing
+from thinwire.run import progress
 
 CPU = torch.device("cpu")
 

@@ -25,7 +25,7 @@ def operations(comm: Comm) -> dict[str, Callable[[], object]]:
     like = [data[: SIZE // (1 + comm.rank)]] * comm.size
     return {
         "all_reduce": lambda: comm.sum(data),
-        "all_gather": lambda: comm.gather(data),
+        "all_gather": lambda: comm.all_gather(data),
         "all_to_all": lambda: comm.all_to_all(parts, like),
         "broadcast from 0": lambda: comm.broadcast(data),
         "broadcast from the last": lambda: comm.broadcast(data, root=last),

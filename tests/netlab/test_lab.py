@@ -17,17 +17,17 @@ from typing import Any
 
 import pytest
 
-from tests import quick
+from tests import programs
 from tests.test_worker import same_files
 from thinwire import netlab, registry
 from thinwire.comm.world import place
 from thinwire.errors import RunError, UsageError
-from thinwire.records import read_rows
+from thinwire.run.records import read_rows
 
 ROOT = Path(__file__).parent.parent.parent
 
 
-pytestmark = pytest.mark.usefixtures("quick_python")
+pytestmark = pytest.mark.usefixtures("program_server")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -287,7 +287,7 @@ def test_without_root_a_user_namespace_serves(tmp_path: Path) -> None:
 
 def thinwire(*arguments: str, forbid: bool = False, expect: int = 0) -> subprocess.CompletedProcess[str]:
     """Run the command, in a process that may not make namespaces if so wanted."""
-    command = [*quick.PYTHON, "-m", "thinwire", *arguments]
+    command = [*programs.PYTHON, "-m", "thinwire", *arguments]
     if forbid:
         without_rights = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", sys.executable]
         command = [*without_rights, "-m", "thinwire", *arguments]
@@ -332,7 +332,7 @@ def on_hosts(
             env = {**os.environ, **world, **{name: str(value) for name, value in own.items()}}
             cwd = folders[rank] if folders else None
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            command_there = [*quick.python_on(hosts[node]), *command]
+            command_there = [*programs.python_on(hosts[node]), *command]
             ranks.append(subprocess.Popen(command_there, env=env, text=True, cwd=cwd, **pipes))
         outputs = [rank.communicate(timeout=100) for rank in ranks]
     for rank, (_, errors) in zip(ranks, outputs, strict=True):

@@ -11,12 +11,13 @@ from torch import Tensor
 
 import thinwire as tw
 from tests.reducers.test_laws import exact, steps, tensors
-from thinwire import progress, registry
+from thinwire import registry
 from thinwire.comm.base import Comm
 from thinwire.errors import UsageError
 from thinwire.kernels import hashing
 from thinwire.reducers.base import Reduced, flatten
 from thinwire.reducers.global_randk import chosen_coordinates
+from thinwire.run import progress
 
 
 def shapes_of(model: str) -> list[tuple[int, ...]]:

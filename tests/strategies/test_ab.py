@@ -21,7 +21,7 @@ from tests.worlds import ProcessWorlds
 from thinwire.comm.base import Comm
 from thinwire.comm.ledger import all_reduce_bytes
 from thinwire.errors import RunError, UsageError
-from thinwire.overlap import Overlapped
+from thinwire.exchange.gradients import Overlapped
 from thinwire.strategies.ab import AB
 from thinwire.strategies.phases import Lengths, Phases
 from thinwire.surgery.lowrank import Factored, decompose, factor, fill
@@ -271,16 +271,16 @@ def same_type(strategy: AB) -> bool:
 
 
 def test_a_layer_that_would_gain_nothing_stays_full_and_that_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    from thinwire import progress
+    from thinwire.common import messages
 
-    progress._said.clear()
+    messages._said.clear()
     assert tw.simulate(stays_full, ranks=2) == [(True, {"phase": "ab", "ranks": {"3": [16, 16]}}, True)] * 2
     assert "thinwire: ab: with cutoff=0.01 no layer's rank is low enough" in capsys.readouterr().err
 
 
 def spread(comm: Comm, model: nn.Module) -> set[str]:
     """The layers that this rank decomposed."""
-    import thinwire.factoring as module
+    import thinwire.exchange.factoring as module
 
     strategy = tw.prepare(
         made(), model=copy.deepcopy(model), optimizer=sgd, loss=nn.functional.cross_entropy, comm=comm
@@ -723,9 +723,9 @@ def without_epochs(comm: Comm) -> None:
 
 
 def test_what_will_not_happen_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    from thinwire import progress
+    from thinwire.common import messages
 
-    progress._said.clear()
+    messages._said.clear()
     tw.simulate(without_epochs, ranks=2)
     err = capsys.readouterr().err
     assert "ab trains at full rank until it knows how long an epoch is, and after 5 steps does not; write" in err

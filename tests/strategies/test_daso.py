@@ -358,7 +358,7 @@ def inside_nodes(comm: Comm, merge: str) -> list[tuple[bool, bool, bool]]:
     for i, batch in enumerate(batches(15 * 9, 16)):
         epochs(strategy, [batch], 9, start=i)
         flat = torch.cat([p.detach().flatten() for p in strategy.model.parameters()])
-        everyone = comm.gather(flat)
+        everyone = comm.all_gather(flat)
         mate = everyone[comm.rank ^ 1]
         found.append((strategy.apart, torch.equal(flat, mate), all(torch.equal(flat, other) for other in everyone)))
     return found

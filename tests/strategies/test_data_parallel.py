@@ -44,7 +44,7 @@ def train_plain(comm: Comm, spec: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("spec", ["data_parallel", "data_parallel(parcel_mb=0.001)"])
+@pytest.mark.parametrize("spec", ["data_parallel", "data_parallel(bucket_mb=0.001)"])
 def test_n_ranks_with_batch_b_are_one_rank_with_batch_nb(world: World, ranks: int, spec: str) -> None:
     model = copy.deepcopy(PLAIN)
     optimizer = sgd(model.parameters())
@@ -65,9 +65,9 @@ def test_two_processes_compute_bit_for_bit_what_two_threads_do(process_world: An
 
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_parcels_do_not_change_the_result_of_a_process_rank(process_world: Any, ranks: int) -> None:
-    """Small parcels travel one by one; the sums are the same to rounding."""
+    """Small buckets travel one by one; the sums are the same to rounding."""
     whole = process_world.run(train_plain, ranks, "data_parallel")[0]
-    small = process_world.run(train_plain, ranks, "data_parallel(parcel_mb=0.0005)")[0]
+    small = process_world.run(train_plain, ranks, "data_parallel(bucket_mb=0.0005)")[0]
     for name in whole:
         torch.testing.assert_close(whole[name], small[name], rtol=1e-5, atol=1e-6)
 
@@ -103,7 +103,7 @@ def resume_deep(comm: Comm, spec: str) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
-@pytest.mark.parametrize("spec", ["data_parallel", "data_parallel(parcel_mb=0.02)"])
+@pytest.mark.parametrize("spec", ["data_parallel", "data_parallel(bucket_mb=0.02)"])
 def test_resume_is_exact_although_ddp_regroups_its_buckets(process_world: Any, ranks: int, spec: str) -> None:
     """Plain DDP fails this test from three ranks on: a ring's sums depend on an element's place in its bucket."""
     straight, resumed = process_world.run(resume_deep, ranks, spec)[0]
@@ -166,7 +166,7 @@ def with_counting(comm: Comm) -> tuple[dict[str, Tensor], dict[str, Tensor], lis
 
     def begin() -> DataParallel:
         recipe = Recipe(nn.functional.cross_entropy, sgd)
-        return DataParallel(copy.deepcopy(DEEP), recipe, comm, reducer=counting(), parcel_mb=0.02)
+        return DataParallel(copy.deepcopy(DEEP), recipe, comm, reducer=counting(), bucket_mb=0.02)
 
     straight, after = straight_and_resumed(begin, batches(6, 24), cut=2)
     counts = sorted({int(c) for state in after.exchange.states for c in state.values()})
@@ -366,8 +366,8 @@ REDUCERS = [
 @pytest.mark.parametrize("ranks", [3])
 @pytest.mark.parametrize("reducer", REDUCERS)
 def test_compressed_training_keeps_ranks_equal_and_resumes_bit_for_bit(world: World, reducer: str, ranks: int) -> None:
-    """State is kept by parameter and parcel, so that DDP's regrouping of buckets changes nothing."""
-    results = world(resume_deep, ranks, f"data_parallel(reducer={reducer}, parcel_mb=0.02)")
+    """State is kept by parameter and bucket, so that DDP's regrouping of buckets changes nothing."""
+    results = world(resume_deep, ranks, f"data_parallel(reducer={reducer}, bucket_mb=0.02)")
     for straight, resumed in results:
         assert same(straight, resumed)
         assert same(straight, results[0][0])

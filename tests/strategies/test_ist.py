@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from thinwire import registry
-from thinwire.comm.base import Comm, num_bytes
+from thinwire.comm.base import Comm
 from thinwire.comm.threads import ThreadComm
+from thinwire.common.tensors import named_tensors, num_bytes
 from thinwire.errors import PeerLost
-from thinwire.homes import Homes, Report
+from thinwire.exchange.sharded import Report, ShardedTensors
 from thinwire.strategies.ist import _balanced
 from thinwire.surgery.axes import axes_of, blocks_of
-from thinwire.surgery.hollow import tensors_of
 from thinwire.surgery.slices import Slices, deal
 
 World = Callable[..., list[Any]]
@@ -111,9 +111,10 @@ def dealt_and_collected(comm: Comm, kind: str) -> tuple[bool, bool]:
     model = {"mlp": MLP, "normed": NORMED, "blocks": RESNET}[kind]
     slices = Slices(model, blocks_of(model) if kind == "blocks" else axes_of(model))
     tensors = {
-        name: t.detach() + (i if t.is_floating_point() else 3) for i, (name, t) in enumerate(tensors_of(model).items())
+        name: t.detach() + (i if t.is_floating_point() else 3)
+        for i, (name, t) in enumerate(named_tensors(model).items())
     }
-    homes = Homes(slices, comm, torch.device("cpu"), {name: t.dtype for name, t in tensors.items()})
+    homes = ShardedTensors(slices, comm, torch.device("cpu"), {name: t.dtype for name, t in tensors.items()})
     with torch.no_grad():
         homes.fill(tensors if comm.rank == 0 else {})
         before = {name: part.clone() for name, part in homes.parts.items()}
@@ -277,7 +278,7 @@ def sent(comm: Comm, spec: str, optimizer: Any, num_rounds: int) -> tuple[list[i
     return counted, expected, calls
 
 
-def formula(homes: Homes, old: list[list[Tensor]], new: list[list[Tensor]], kinds: int) -> int:
+def formula(homes: ShardedTensors, old: list[list[Tensor]], new: list[list[Tensor]], kinds: int) -> int:
     """What one rank sends in a round, element by element: its slice to other homes, and its home's part to others."""
     rank, ranks = homes.comm.rank, homes.comm.size
     total = 0
@@ -397,7 +398,7 @@ def test_data_stay_where_they_are() -> None:
 # ---- ragged data, shares
 
 
-def ragged(comm: Comm, numbers: list[int], spec: str) -> tuple[dict[str, Tensor], int, int]:
+def allows_uneven(comm: Comm, numbers: list[int], spec: str) -> tuple[dict[str, Tensor], int, int]:
     made = trainer(comm, spec, NORMED)
     steps = 0
     for epoch in range(2):
@@ -410,7 +411,7 @@ def ragged(comm: Comm, numbers: list[int], spec: str) -> tuple[dict[str, Tensor]
 @pytest.mark.parametrize("numbers", [[5, 3, 7], [0, 4, 2], [1, 0, 0], [0, 0, 0]])
 @pytest.mark.parametrize("spec", ["ist(local_steps=3)", "ist(local_steps=2, optimizer_state=reset)"])
 def test_ranks_may_have_different_numbers_of_batches_or_none(world: World, numbers: list[int], spec: str) -> None:
-    results = world(ragged, 3, numbers, spec)
+    results = world(allows_uneven, 3, numbers, spec)
     for whole, _, counted in results:
         assert same(whole, results[0][0])
         assert counted == 2 * max(numbers)
@@ -515,7 +516,7 @@ def in_parts(comm: Comm, folder: str, kind: str, scale: str) -> tuple[dict[str, 
         made.consolidate()
     except tw.RunError as error:
         refused = str(error)
-    streamed = made.to_test().eval()
+    streamed = made.eval_model().eval()
     made.export(folder, max_gb=1e-6)
     x = batches(1, shape=shape, seed=9)[0][0]
     with torch.no_grad():
@@ -653,7 +654,7 @@ def test_moments_begin_as_the_optimizer_has_them() -> None:
     def least(comm: Comm) -> float:
         made = trainer(comm, "ist(local_steps=1)", optimizer=adagrad)
         for batch in batches(3):
-            made.step(batch) if comm.rank else made.idle()
+            made.step(batch) if comm.rank else made.skip_step()
         return min(part.min().item() for part in made.moments["sum"].parts.values() if part.numel())
 
     assert min(tw.simulate(least, ranks=2)) >= 0.5
@@ -670,7 +671,7 @@ def frozen_norm(comm: Comm) -> tuple[Tensor, bool, float]:
     for x, y in batches(4 + 2 * comm.rank, shape=(1, 6, 6)):
         made.step((buffer.copy_(x), y)) if made.num_here < 9 else None
         if comm.rank == 0 and made.learner.num_steps == 4:
-            made.idle(), made.idle()
+            made.skip_step(), made.skip_step()
     buffer.fill_(1e3)
     whole = made.consolidate()
     return whole[1].running_mean, whole[3].training, whole[5].running_mean.abs().max().item()
@@ -703,7 +704,7 @@ def stop_and_go(comm: Comm) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
     def go(made: Any, first: int, last: int) -> None:
         for i, batch in enumerate(batches(9, shape=(1, 6, 6), seed=comm.rank)[first:last], first):
-            made.idle() if comm.rank and i % 3 == 1 else made.step(batch)
+            made.skip_step() if comm.rank and i % 3 == 1 else made.step(batch)
 
     straight = trainer(comm, spec, NORMED, adam)
     go(straight, 0, 6)
@@ -777,7 +778,7 @@ def test_a_weight_that_is_read_elsewhere_is_not_computed_with_when_it_is_away() 
     def test(comm: Comm) -> None:
         made = trainer(comm, "ist(whole_gb=1e-9)", Reading())
         made.step(batches(1)[0])
-        made.to_test().eval()(batches(1)[0][0])
+        made.eval_model().eval()(batches(1)[0][0])
 
     with pytest.raises(tw.RunError, match="read by something else than its own layer"):
         tw.simulate(test, ranks=2)

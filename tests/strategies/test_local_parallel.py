@@ -165,12 +165,12 @@ CASES = [
     ("deep", 2, "blocks=2", 1, "sum", 1),
     ("deep", 4, "head=linear", 1, "sum", 1),
     ("deep", 3, "head=predsim, microbatches=3, queue=1", 1, "sum", 3),
-    ("deep", 4, "overlap=2", 2, "sum", 1),
-    ("deep", 4, "overlap=3, microbatches=2", 3, "sum", 2),
-    ("deep", 4, "overlap=2, reduce=farthest, microbatches=3", 2, "farthest", 3),
-    ("deep", 4, "overlap=3, reduce=farthest", 3, "farthest", 1),
+    ("deep", 4, "window=2", 2, "sum", 1),
+    ("deep", 4, "window=3, microbatches=2", 3, "sum", 2),
+    ("deep", 4, "window=2, losses=farthest, microbatches=3", 2, "farthest", 3),
+    ("deep", 4, "window=3, losses=farthest", 3, "farthest", 1),
     ("gpt", 2, "blocks=2, head=readout(every=2)", 1, "sum", 1),
-    ("gpt", 4, "head=readout(every=3), overlap=2", 2, "sum", 1),
+    ("gpt", 4, "head=readout(every=3), window=2", 2, "sum", 1),
     ("gpt", 4, "head=auglocal, microbatches=2", 1, "sum", 2),
 ]
 
@@ -231,7 +231,7 @@ def test_the_farthest_loss_of_a_window_of_all_blocks_is_backpropagation_bit_for_
     world: World, kind: str, ranks: int, optimizer: Any
 ) -> None:
     wanted = backprop(MODELS[kind, 0.0], batches(kind, 6), optimizer)
-    for found in world(trained, ranks, f"local_parallel(overlap={ranks}, reduce=farthest)", kind, optimizer):
+    for found in world(trained, ranks, f"local_parallel(window={ranks}, losses=farthest)", kind, optimizer):
         assert same(found, wanted)
 
 
@@ -250,7 +250,7 @@ def first_gradients(comm: Comm, spec: str) -> tuple[dict[str, Tensor], list[dict
 @pytest.mark.parametrize("overlap", [1, 2, 3, 4])
 def test_weights_get_the_losses_of_their_window_and_no_others(reduce: str, overlap: int) -> None:
     """Against torch's own derivative of those losses, computed over again from where each window begins."""
-    spec = f"local_parallel(head=linear, overlap={overlap}, reduce={reduce})"
+    spec = f"local_parallel(head=linear, window={overlap}, losses={reduce})"
     moved, parts, starts = tw.simulate(lambda comm: first_gradients(comm, spec), ranks=4)[0]
     net, (x, y) = copy.deepcopy(MODELS["deep", 0.0]), batches("deep", 1)[0]
     cuts = [0, 4, 8, 12, 13]
@@ -308,7 +308,7 @@ def test_activations_go_forward_and_nothing_comes_back(world: World, options: st
 @pytest.mark.parametrize(("overlap", "reduce"), [(2, "sum"), (3, "sum"), (2, "farthest"), (4, "farthest")])
 def test_gradients_come_back_from_a_window_only(world: World, overlap: int, reduce: str) -> None:
     z = 12 * 16 * 4 + LABEL_BYTES
-    for rows, number in world(sent, 4, f"local_parallel(overlap={overlap}, reduce={reduce})"):
+    for rows, number in world(sent, 4, f"local_parallel(window={overlap}, losses={reduce})"):
         losses = [
             j
             for j in range(number, min(number + overlap - 1, 4))
@@ -402,7 +402,7 @@ def test_a_dead_stage_is_named_by_its_neighbours() -> None:
         ),
         ("local_parallel(cut=['4', 8])", 2, r"cut\[1\]=8 is not possible: should be a valid string"),
         ("local_parallel(head=nonsense)", 2, r"unknown head 'nonsense'"),
-        ("local_parallel(overlap=0)", 2, r"overlap=0 is not possible"),
+        ("local_parallel(window=0)", 2, r"window=0 is not possible"),
         ("local_parallel(head=conv)", 2, r"head=conv is for images"),
         ("pipeline", 2, r"need processes"),
     ],
@@ -495,7 +495,7 @@ def test_a_model_whose_operations_are_not_counted_costs_nothing() -> None:
     net = nn.Sequential(Scaled(), Scaled())
 
     def run(comm: Comm) -> dict[str, Any]:
-        strategy = trainer(comm, "local_parallel(cut=['1'], overlap=2, reduce=farthest)", net)
+        strategy = trainer(comm, "local_parallel(cut=['1'], window=2, losses=farthest)", net)
         strategy.begin(batches("deep", 1)[0][0])
         return strategy.status()
 
@@ -558,7 +558,7 @@ class Written(nn.Module):
 
 def written_by_hand(comm: Comm) -> tuple[dict[str, Tensor], str, float]:
     torch.manual_seed(0)
-    strategy = trainer(comm, "local_parallel(overlap=2, reduce=farthest)", WRITTEN, sgd)
+    strategy = trainer(comm, "local_parallel(window=2, losses=farthest)", WRITTEN, sgd)
     for batch in batches("deep", 4):
         strategy.step(batch)
     whole = strategy.consolidate()
@@ -606,9 +606,9 @@ def test_operations_of_heads_are_counted(world: World) -> None:
     heads = 3 * 2 * 3 * (16 * 3)
     found = tw.simulate(lambda comm: run(comm, "local_parallel(head=linear)"), ranks=4)[0]
     assert found == (2 * 2 * sum(layers) + heads, backprop_flops)
-    twice = tw.simulate(lambda comm: run(comm, "local_parallel(head=linear, overlap=2)"), ranks=4)[0]
+    twice = tw.simulate(lambda comm: run(comm, "local_parallel(head=linear, window=2)"), ranks=4)[0]
     assert twice[0] == 2 * (2 * sum(layers) + sum(layers[1:])) + heads
-    farthest = tw.simulate(lambda comm: run(comm, "local_parallel(overlap=4, reduce=farthest)"), ranks=4)[0]
+    farthest = tw.simulate(lambda comm: run(comm, "local_parallel(window=4, losses=farthest)"), ranks=4)[0]
     assert farthest == (backprop_flops, backprop_flops)
 
 
@@ -626,7 +626,7 @@ def in_place_net() -> nn.Sequential:
 IN_PLACE = in_place_net()
 
 
-@pytest.mark.parametrize("options", ["cut=['2', '4']", "cut=['2', '4'], overlap=2", "cut=['2', '4'], head=auglocal"])
+@pytest.mark.parametrize("options", ["cut=['2', '4']", "cut=['2', '4'], window=2", "cut=['2', '4'], head=auglocal"])
 def test_blocks_and_heads_may_begin_in_place(options: str) -> None:
     def run(comm: Comm) -> Tensor:
         strategy = trainer(comm, f"local_parallel({options})", IN_PLACE, sgd)
@@ -665,7 +665,7 @@ def left_early(comm: Comm, spec: str) -> list[dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("options", ["", "overlap=2", "microbatches=3, queue=3"])
+@pytest.mark.parametrize("options", ["", "window=2", "microbatches=3, queue=3"])
 def test_an_epoch_may_be_left_early(world: World, options: str) -> None:
     for one, other in world(left_early, 3, f"local_parallel({options})"):
         assert same(one, other)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import thinwire as tw
 from tests.strategies.test_data_parallel import PLAIN
 from tests.strategies.test_laws import batches, sgd, steps, trainer, weights
-from thinwire import progress
 from thinwire.comm.base import Comm
 from thinwire.errors import PeerLost, RunError, UsageError
+from thinwire.run import progress
 
 World = Callable[..., list[Any]]
 NUM_STEPS = 10
@@ -201,7 +201,7 @@ def momenta(comm: Comm, spec: str) -> tuple[bool, bool]:
 
     before = buffers().clone()
     strategy.end_epoch()
-    gathered = comm.gather(before)
+    gathered = comm.all_gather(before)
     return torch.equal(before, buffers()), torch.equal(gathered[0], gathered[1])
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from thinwire.surgery.attention import Opened, open_attention
+from thinwire.surgery.attention import UnpackedAttention, unpack_attention
 from thinwire.surgery.lowrank import Factored, candidates, decompose, factor, fill
 from thinwire.surgery.standard import standard
 
@@ -58,7 +58,7 @@ def test_opened_attention_computes_the_same(options: dict[str, Any], kind: str, 
     holder = Holder(**options)
     nn.init.normal_(holder.attention.out_proj.weight)
     reference = copy.deepcopy(holder.attention)
-    open_attention(holder)
+    unpack_attention(holder)
     if thin:
         for name in ("attention.in_proj", "attention.out_proj"):
             layer = holder.get_submodule(name)
@@ -79,7 +79,7 @@ def test_opened_attention_computes_the_same(options: dict[str, Any], kind: str, 
 
 def test_the_mode_and_sizes_stay_and_a_hint_without_a_mask_is_refused() -> None:
     holder = Holder(dropout=0.5).eval()
-    open_attention(holder)
+    unpack_attention(holder)
     assert not holder.attention.training
     assert (holder.attention.embed_dim, holder.attention.head_dim) == (E, E // HEADS)
     x = torch.randn(5, 4, E)
@@ -90,7 +90,7 @@ def test_the_mode_and_sizes_stay_and_a_hint_without_a_mask_is_refused() -> None:
 def test_inputs_without_a_batch() -> None:
     holder = Holder(batch_first=True)
     reference = copy.deepcopy(holder.attention)
-    open_attention(holder)
+    unpack_attention(holder)
     x, padding = torch.randn(5, E), torch.tensor([False, False, False, True, True])
     for one, other in zip(
         reference(x, x, x, key_padding_mask=padding), holder.attention(x, x, x, key_padding_mask=padding), strict=True
@@ -102,7 +102,7 @@ def test_parameters_stay_the_same_ones_and_gradients_agree() -> None:
     holder = Holder(dropout=0.0)
     reference = copy.deepcopy(holder.attention)
     weight = holder.attention.in_proj_weight
-    open_attention(holder)
+    unpack_attention(holder)
     assert holder.attention.in_proj.weight is weight
     x = torch.randn(5, 4, E)
     reference(x, x, x)[0].square().sum().backward()
@@ -113,15 +113,15 @@ def test_parameters_stay_the_same_ones_and_gradients_agree() -> None:
 def test_attention_that_cannot_be_opened_is_left_alone() -> None:
     for options in ({"kdim": 5}, {"add_bias_kv": True}, {"add_zero_attn": True}):
         holder = Holder(**options)
-        open_attention(holder)
+        unpack_attention(holder)
         assert type(holder.attention) is nn.MultiheadAttention
     normed = Holder()
     nn.utils.parametrizations.spectral_norm(normed.attention.out_proj)
-    open_attention(normed)
+    unpack_attention(normed)
     assert isinstance(normed.attention, nn.MultiheadAttention)
     shared = Holder()
     shared.again = shared.attention
-    open_attention(shared)
+    unpack_attention(shared)
     assert type(shared.attention) is nn.MultiheadAttention
 
 
@@ -136,7 +136,7 @@ def transformer(batch_first: bool = True) -> nn.Module:
 def test_a_transformer_after_surgery_and_back(batch_first: bool, training: bool) -> None:
     model = transformer(batch_first)
     original = copy.deepcopy(model).train(training)
-    open_attention(model)
+    unpack_attention(model)
     model.train(training)
     assert len(lowered(model, None)) == 8
     x = torch.randn(3, 5, E)
@@ -150,7 +150,7 @@ def test_a_transformer_after_surgery_and_back(batch_first: bool, training: bool)
 
 def test_a_standard_model_is_as_small_as_the_factored_one() -> None:
     model = transformer()
-    open_attention(model)
+    unpack_attention(model)
     lowered(model, 2)
     size = sum(p.numel() for p in model.parameters())
     ordinary = standard(copy.deepcopy(model))
@@ -175,8 +175,8 @@ def test_without_attention_a_standard_model_is_made_of_sequentials() -> None:
 def test_opened_attention_closes_to_torchs_own() -> None:
     model = transformer()
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    open_attention(model)
-    assert any(isinstance(m, Opened) for m in model.modules())
+    unpack_attention(model)
+    assert any(isinstance(m, UnpackedAttention) for m in model.modules())
     after = standard(model)
     assert list(after.state_dict()) == list(before)
     assert all(torch.equal(after.state_dict()[name], t) for name, t in before.items())
@@ -211,7 +211,7 @@ class WithDown(nn.Module):
 @pytest.mark.parametrize("rank", [2, 3])
 def test_the_recipe_of_the_docs_loads_factored_models(model: nn.Module, shape: tuple[int, ...], rank: int) -> None:
     small, empty = copy.deepcopy(model), copy.deepcopy(model)
-    open_attention(small)
+    unpack_attention(small)
     assert lowered(small, rank)
     small = standard(small)
     recipe()(empty, small.state_dict())

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from thinwire import registry
 from thinwire.errors import UsageError
-from thinwire.surgery.blocks import balanced, check_ties, units_of
-from thinwire.surgery.costs import flops, seconds, shown
+from thinwire.surgery.blocks import balanced, check_ties, segments_of
+from thinwire.surgery.costs import activations, flops, seconds
 from thinwire.tasks.models.transformer import Block
 
 INPUTS = {
@@ -29,9 +29,9 @@ def test_the_units_of_every_model_compute_what_it_does(name: str) -> None:
     shape, inputs = INPUTS.get(name, IMAGES)
     torch.manual_seed(0)
     model = registry.build("models", name, shape, 7).eval()
-    units = units_of(model)
+    units = segments_of(model)
     assert len(units) == UNITS[name]
-    seen = shown([unit.module for unit in units], inputs)
+    seen = activations([unit.module for unit in units], inputs)
     assert torch.equal(seen[-1], model(inputs))
     assert sum(p.numel() for u in units for p in u.module.parameters()) == sum(p.numel() for p in model.parameters())
 
@@ -86,9 +86,9 @@ class Choosing(nn.Module):
 
 def test_a_model_that_is_not_a_sequence_is_cut_where_one_tensor_passes() -> None:
     model, inputs = Written().eval(), INPUTS["gpt"][1]
-    units = units_of(model)
+    units = segments_of(model)
     assert [unit.name for unit in units] == ["words", "blocks.0", "blocks.1", "blocks.2", "head"]
-    assert torch.equal(shown([unit.module for unit in units], inputs)[-1], model(inputs))
+    assert torch.equal(activations([unit.module for unit in units], inputs)[-1], model(inputs))
     owned = {id(p) for unit in units for p in unit.module.parameters()}
     assert owned == {id(p) for p in model.parameters()}
 
@@ -96,49 +96,49 @@ def test_a_model_that_is_not_a_sequence_is_cut_where_one_tensor_passes() -> None
 def test_a_cut_inside_a_module_is_found_by_its_name() -> None:
     model = Written().eval()
     with pytest.raises(UsageError, match=r"cannot be cut at blocks.1.mlp.0: 2 tensors cross there, .*passes on one"):
-        units_of(model, ["blocks.1.mlp"])
-    units = units_of(model, ["norm"])
+        segments_of(model, ["blocks.1.mlp"])
+    units = segments_of(model, ["norm"])
     assert [unit.name for unit in units][-2:] == ["norm", "head"]
     inputs = INPUTS["gpt"][1]
-    assert torch.equal(shown([unit.module for unit in units], inputs)[-1], model(inputs))
+    assert torch.equal(activations([unit.module for unit in units], inputs)[-1], model(inputs))
 
 
 def test_no_cut_crosses_a_skip_connection() -> None:
-    assert [unit.name for unit in units_of(Skipping())] == ["first", "second", "last"]
+    assert [unit.name for unit in segments_of(Skipping())] == ["first", "second", "last"]
     with pytest.raises(
         UsageError,
         match=r"cut at third: 2 tensors cross there, first \(for add\), second \(for third\); .* possible: second, la",
     ):
-        units_of(Skipping(), ["third"])
+        segments_of(Skipping(), ["third"])
 
 
 def test_names_in_a_sequence_may_be_anywhere_in_it() -> None:
     net = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
-    assert [unit.name for unit in units_of(net)] == ["0.0", "1.0"]
-    assert [unit.name for unit in units_of(net, ["0.1"])] == ["0.0", "0.1", "1.0"]
-    assert [unit.name for unit in units_of(net, ["1"])] == ["0.0", "1.0"]
+    assert [unit.name for unit in segments_of(net)] == ["0.0", "1.0"]
+    assert [unit.name for unit in segments_of(net, ["0.1"])] == ["0.0", "0.1", "1.0"]
+    assert [unit.name for unit in segments_of(net, ["1"])] == ["0.0", "1.0"]
     with pytest.raises(UsageError, match=r"can begin with layer '2'; possible: 0.1, 1.0, 1.1"):
-        units_of(net, ["2"])
+        segments_of(net, ["2"])
     with pytest.raises(
         UsageError, match=r"layer '1.linear1', which is inside 1, and that is run as a whole; possible: 1"
     ):
-        units_of(nn.Sequential(nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 1)), ["1.linear1"])
+        segments_of(nn.Sequential(nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 1)), ["1.linear1"])
 
 
 def test_a_model_that_cannot_be_followed_says_so() -> None:
     with pytest.raises(UsageError, match=r"Choosing cannot be cut .*write it as an nn.Sequential"):
-        units_of(Choosing())
+        segments_of(Choosing())
 
 
 def test_a_compiled_model_is_asked_for_as_it_was() -> None:
     model = torch.compile(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     with pytest.raises(UsageError, match=r"OptimizedModule cannot be cut .*give the model without torch.compile"):
-        units_of(model)
+        segments_of(model)
 
 
 def test_tied_weights_stay_together() -> None:
     model = Written(tied=True)
-    units = [unit.module for unit in units_of(model)]
+    units = [unit.module for unit in segments_of(model)]
     check_ties([nn.Sequential(*units)], model)
     with pytest.raises(UsageError, match=r"words.weight and head.weight are one tensor, which blocks 1 and 2 would"):
         check_ties([nn.Sequential(*units[:3]), nn.Sequential(*units[3:])], model)
@@ -187,7 +187,7 @@ class Dropping(nn.Module):
 @pytest.mark.parametrize("traced_in_training", [True, False])
 def test_dropout_follows_the_mode_of_its_block(traced_in_training: bool) -> None:
     model, x = Dropping().train(traced_in_training), torch.ones(3, 4)
-    for unit in units_of(model):
+    for unit in segments_of(model):
         for training in (True, False):
             unit.module.train(training)
             assert torch.equal(unit.module(x), unit.module(x)) is not training

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from thinwire import registry
 from thinwire.errors import UsageError
-from thinwire.surgery.blocks import units_of
-from thinwire.surgery.costs import shown
+from thinwire.surgery.blocks import segments_of
+from thinwire.surgery.costs import activations
 from thinwire.surgery.heads import Exit, Joint, Readout, similarity
 from thinwire.tasks.models.gpt import gpt
 from thinwire.tasks.models.mlp import mlp
@@ -39,14 +39,14 @@ FITTING = {
 
 def joint(kind: str, end: int, block: int = 0, num_blocks: int = 2) -> Joint:
     model, inputs = MODELS[kind]
-    modules = [unit.module for unit in units_of(model)]
-    seen = shown(modules, inputs)
+    modules = [unit.module for unit in segments_of(model)]
+    seen = activations(modules, inputs)
     return Joint(seen[end], seen[-1], modules[end:], seen[end:-1], block, num_blocks)
 
 
 @pytest.mark.parametrize(("head", "kind"), [(head, kind) for head, kinds in FITTING.items() for kind in kinds])
 def test_a_head_fits_at_every_joint_and_ends_like_the_model(head: str, kind: str) -> None:
-    for end in range(1, len(units_of(MODELS[kind][0]))):
+    for end in range(1, len(segments_of(MODELS[kind][0]))):
         place = joint(kind, end)
         if head == "conv" and place.z.ndim != 4:
             continue
@@ -112,7 +112,7 @@ def test_readout_reads_with_the_last_unit_and_trains_a_private_one() -> None:
     assert isinstance(head, Readout)
     assert head.every == 7
     assert not any(p.requires_grad for p in head.lagged.parameters())
-    last = units_of(MODELS["gpt"][0])[-1].module
+    last = segments_of(MODELS["gpt"][0])[-1].module
     assert torch.equal(next(head.lagged.parameters()), next(last.parameters()))
     assert sum(p.numel() for p in head.private.parameters()) > 0
 

@@ -17,10 +17,11 @@ import thinwire as tw
 from tests.surgery import own_models
 from tests.surgery.own_models import with_suggestion
 from thinwire import registry
-from thinwire.surgery.attention import open_attention
+from thinwire.common.tensors import named_tensors
+from thinwire.surgery.attention import unpack_attention
 from thinwire.surgery.axes import Axis, axes_of, blocks_of
-from thinwire.surgery.hollow import filled, hollow, initialised, tensors_of
-from thinwire.surgery.slices import Slices, cut, deal, eased, narrow, paste, portions
+from thinwire.surgery.meta import initialised, to_meta, with_tensors
+from thinwire.surgery.slices import Slices, cut, deal, eval_scales, narrow, paste, portions
 
 
 class Gated(nn.Module):
@@ -117,7 +118,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[int]]] = { 
 def made(name: str) -> nn.Module:
     torch.manual_seed(0)
     net = NETS[name][0]()
-    open_attention(net)
+    unpack_attention(net)
     for module in net.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             nn.init.normal_(module.running_mean)
@@ -136,10 +137,10 @@ def test_axes_are_found(name: str) -> None:
 def test_a_narrow_network_is_the_whole_one_without_the_units_of_others(name: str, scaled: bool) -> None:
     net = made(name)
     slices = Slices(net, axes_of(net))
-    tensors = {key: t.detach().clone() for key, t in tensors_of(net).items()}
+    tensors = {key: t.detach().clone() for key, t in named_tensors(net).items()}
     x = torch.randn(NETS[name][1], generator=torch.Generator().manual_seed(1))
     empty = copy.deepcopy(net)
-    hollow(empty)
+    to_meta(empty)
     for hand in deal([axis.size for axis in slices.axes], [1, 1, 1], 0, 0):
         masked = {key: t.clone() for key, t in tensors.items()}
         for axis, units in zip(slices.axes, hand, strict=True):
@@ -154,7 +155,7 @@ def test_a_narrow_network_is_the_whole_one_without_the_units_of_others(name: str
                 masked[key] *= mask.view(-1, *[1] * (tensors[key].dim() - dim - 1))
         parts = {key: cut(t, slices.places(key, hand) or ()) for key, t in tensors.items()}
         small = narrow(empty, slices, hand, parts, scaled)
-        torch.testing.assert_close(small(x), filled(net, masked)(x), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(small(x), with_tensors(net, masked)(x), rtol=1e-4, atol=1e-5)
         assert slices.count(hand) == sum(t.numel() for t in parts.values())
 
 
@@ -165,7 +166,7 @@ def test_with_one_hidden_layer_the_whole_is_the_sum_of_its_parts() -> None:
     x, bias = torch.randn(7, 5), net[2].bias.clone()
     total = torch.zeros(7, 3)
     for hand in deal([11], [1, 1, 1, 1], 3, 4):
-        parts = {key: cut(t, slices.places(key, hand) or ()) for key, t in tensors_of(net).items()}
+        parts = {key: cut(t, slices.places(key, hand) or ()) for key, t in named_tensors(net).items()}
         total += narrow(net, slices, hand, parts, scaled=False)(x) - bias
     torch.testing.assert_close(total, net(x) - bias)
 
@@ -175,7 +176,7 @@ def test_norms_over_units_are_as_wide_as_the_network(normed: nn.Module) -> None:
     net = nn.Sequential(nn.Linear(5, 8), normed, nn.ReLU(), nn.Linear(8, 3))
     slices = Slices(net, axes_of(net))
     for hand in deal([8], [1, 1, 1], 0, 0):
-        parts = {key: cut(t.detach(), slices.places(key, hand) or ()) for key, t in tensors_of(net).items()}
+        parts = {key: cut(t.detach(), slices.places(key, hand) or ()) for key, t in named_tensors(net).items()}
         small = narrow(net, slices, hand, parts, scaled=False)
         assert small(torch.randn(4, 5)).shape == (4, 3)
         assert small[1].normalized_shape == (len(hand[0]),)
@@ -186,7 +187,7 @@ def test_a_group_norm_keeps_its_groups_together() -> None:
     slices = Slices(net, axes_of(net))
     assert [axis.size for axis in slices.axes] == [6]
     for hand in deal([6], [1, 1], 0, 0):
-        parts = {key: cut(t.detach(), slices.places(key, hand) or ()) for key, t in tensors_of(net).items()}
+        parts = {key: cut(t.detach(), slices.places(key, hand) or ()) for key, t in named_tensors(net).items()}
         small = narrow(net, slices, hand, parts, scaled=False)
         assert (small[1].num_groups, small[1].num_channels, small[0].out_channels) == (3, 6, 6)
         x = torch.randn(2, 3, 4, 4)
@@ -204,7 +205,7 @@ def test_blocks_of_others_are_left_out() -> None:
     x = torch.randn(2, 3, 8, 8)
     for hand in hands:
         places = {key: slices.places(key, hand) for key in slices.tensors}
-        parts = {key: t.detach() for key, t in tensors_of(net).items() if places[key] is not None}
+        parts = {key: t.detach() for key, t in named_tensors(net).items() if places[key] is not None}
         small = narrow(net, slices, hand, parts, scaled=False)
         without = copy.deepcopy(net)
         for i, block in enumerate(blocks_of(net).branches):
@@ -217,7 +218,7 @@ def test_blocks_of_others_are_left_out() -> None:
         y = torch.randn(2, twice.get_submodule(block).body[0].in_channels, 8, 8)
         branch = small.get_submodule(block).body(y)
         torch.testing.assert_close(twice.get_submodule(block).body(y), branch * (13 / len(hand[0])))
-    assert set(eased(slices, hands).values()) == {0.5}
+    assert set(eval_scales(slices, hands).values()) == {0.5}
 
 
 @given(
@@ -356,11 +357,11 @@ def test_tied_weights_stay_tied_and_caches_stay_there() -> None:
             self.out.weight.requires_grad_(False)
 
     net = Tied()
-    taken = hollow(net)
+    taken = to_meta(net)
     assert taken.keys() == {"embed.weight", "kept"}
     assert net.embed.weight.is_meta
     assert not net.cache.is_meta
-    again = filled(net, taken)
+    again = with_tensors(net, taken)
     assert again.out.weight is again.embed.weight
     assert not again.out.weight.requires_grad
     assert again.cache.equal(torch.ones(3))
@@ -376,9 +377,9 @@ def test_a_model_without_tensors_begins_as_if_it_had_them() -> None:
         empty = build()
     torch.manual_seed(5)
     found = initialised(empty, torch.device("cpu"))
-    assert all(t.is_meta for t in tensors_of(empty).values())
-    assert found.keys() == tensors_of(real).keys()
-    assert all(torch.equal(found[name], t) for name, t in tensors_of(real).items())
+    assert all(t.is_meta for t in named_tensors(empty).values())
+    assert found.keys() == named_tensors(real).keys()
+    assert all(torch.equal(found[name], t) for name, t in named_tensors(real).items())
     with torch.device("meta"):
         odd = nn.Sequential(model("vit(width=24, depth=1, heads=4)", (1, 8, 8), 3))
     with pytest.raises(tw.UsageError, match=r"Positions.*reset_parameters"):

@@ -18,7 +18,7 @@ T = TypeVar("T")
 CLOSE_SECONDS = 2.0
 
 
-class Background(Generic[T]):
+class BackgroundWork(Generic[T]):
     """Something under way that uses a group. `wait` gives its result, or raises what it raised."""
 
     def __init__(self, ledger: Ledger) -> None:
@@ -90,7 +90,7 @@ class CommThread:
             del item, run  # and with it what it refers to, before the next one comes
 
 
-def so_far(device: torch.device) -> torch.cuda.Event | None:
+def record_event(device: torch.device) -> torch.cuda.Event | None:
     """What a GPU was told to do until now, to wait for; None on a CPU, which has done it."""
     if device.type != "cuda":
         return None

@@ -12,16 +12,17 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import ledger as formulas
-from thinwire.comm.background import Background
+from thinwire.comm.background import BackgroundWork
 from thinwire.comm.ledger import Ledger, Sent, Total
-from thinwire.dtypes import as_reals, is_averaged
+from thinwire.common.dtypes import as_reals, is_averaged
+from thinwire.common.tensors import num_bytes
 from thinwire.errors import UsageError
 
 T = TypeVar("T")
 Op = Literal["sum", "max", "min"]
 
 
-class Pending(Protocol):
+class Work(Protocol):
     """An operation under way. `wait` gives its result; `done` never blocks."""
 
     def wait(self) -> Tensor: ...
@@ -40,7 +41,7 @@ class Comm(ABC):
     link: str
     backend: str
     ledger: Ledger
-    talks_beside = False  # whether `in_background` returns before the work is done
+    is_async = False  # whether `in_background` returns before the work is done
     nodes: tuple[int, ...]  # the node that each rank of the group is on
 
     # ---- arithmetic: the same shape and dtype on every rank, bitwise the same result on every rank
@@ -69,7 +70,7 @@ class Comm(ABC):
         """
         return self.start_mean(tensor).wait()
 
-    def start_mean(self, tensor: Tensor) -> Pending:
+    def start_mean(self, tensor: Tensor) -> Work:
         """Begin a mean and return at once; the tensor may change afterwards, the result is of now."""
         if not is_averaged(tensor):
             raise UsageError(f"mean of a {tensor.dtype} tensor; possible for floating-point tensors; try sum")
@@ -85,7 +86,7 @@ class Comm(ABC):
 
     # ---- movement: any dtype, bytes go unchanged
 
-    def gather(self, tensor: Tensor) -> list[Tensor]:
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor, in rank order, on every rank; shapes must be equal."""
         payload = num_bytes(tensor)
         sent = formulas.round_the_ring(formulas.all_gather_bytes(payload, self.size), self.size, self.rank)
@@ -107,31 +108,31 @@ class Comm(ABC):
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Send to one rank, which must call recv; returns once it has, so two ranks must not both send first."""
-        self.start_send(tensor, to).wait()
+        self.isend(tensor, to).wait()
 
-    def start_send(self, tensor: Tensor, to: int) -> Pending:
+    def isend(self, tensor: Tensor, to: int) -> Work:
         """Begin to send and return at once; the tensor may change afterwards, what is sent is of now."""
         self._await_gpu(tensor)
-        return _Begun(self, "send", num_bytes(tensor), {to: num_bytes(tensor)}, lambda: self._start_send(tensor, to))
+        return _Begun(self, "send", num_bytes(tensor), {to: num_bytes(tensor)}, lambda: self._isend(tensor, to))
 
     def recv(self, like: Tensor, source: int) -> Tensor:
         """Receive what `source` sends, in the order it was sent: a tensor shaped like the one given."""
-        return self.start_recv(like, source).wait()
+        return self.irecv(like, source).wait()
 
-    def start_recv(self, like: Tensor, source: int) -> Pending:
+    def irecv(self, like: Tensor, source: int) -> Work:
         """Make room for what `source` will send, and return at once."""
-        return _Begun(self, "recv", num_bytes(like), {}, lambda: self._start_recv(like, source))
+        return _Begun(self, "recv", num_bytes(like), {}, lambda: self._irecv(like, source))
 
     def barrier(self) -> None:
         """Return once every rank is here."""
         self.sum(torch.zeros(1))
 
-    def in_background(self, work: Callable[[], T], device: torch.device) -> Background[T]:
+    def in_background(self, work: Callable[[], T], device: torch.device) -> BackgroundWork[T]:
         """Begin something that uses this group and tensors of a device, and return at once.
 
         Until it is done nothing else may use the group, and its tensors must not change. Simulated ranks do it now.
         """
-        background: Background[T] = Background(self.ledger)
+        background: BackgroundWork[T] = BackgroundWork(self.ledger)
         background.run(work)
         return background
 
@@ -145,7 +146,7 @@ class Comm(ABC):
     # ---- what a backend provides
 
     @abstractmethod
-    def _start_reduce(self, tensor: Tensor, op: Op) -> Pending: ...
+    def _start_reduce(self, tensor: Tensor, op: Op) -> Work: ...
     @abstractmethod
     def _all_gather(self, tensor: Tensor) -> list[Tensor]: ...
     @abstractmethod
@@ -153,9 +154,9 @@ class Comm(ABC):
     @abstractmethod
     def _broadcast(self, tensor: Tensor, root: int) -> Tensor: ...
     @abstractmethod
-    def _start_send(self, tensor: Tensor, to: int) -> Pending: ...
+    def _isend(self, tensor: Tensor, to: int) -> Work: ...
     @abstractmethod
-    def _start_recv(self, like: Tensor, source: int) -> Pending: ...
+    def _irecv(self, like: Tensor, source: int) -> Work: ...
 
     def _all_reduced(self, tensor: Tensor, op: Op) -> Tensor:
         if tensor.is_complex():
@@ -209,7 +210,7 @@ class Comm(ABC):
 class _Begun:
     """An operation under way; its bytes are booked when it begins, its time when it is waited for."""
 
-    def __init__(self, comm: Comm, op: str, payload: int, sent: Sent, start: Callable[[], Pending]) -> None:
+    def __init__(self, comm: Comm, op: str, payload: int, sent: Sent, start: Callable[[], Work]) -> None:
         self.comm, self.op, self.sent = comm, op, sent
         self.begin = time.perf_counter()
         self.pending = start()
@@ -233,7 +234,7 @@ class _Begun:
 class _Mean:
     """A sum under way that is divided when it arrives."""
 
-    def __init__(self, total: Pending, by: float) -> None:
+    def __init__(self, total: Work, by: float) -> None:
         self.total, self.by = total, by
 
     def wait(self) -> Tensor:
@@ -246,7 +247,7 @@ class _Mean:
 class _Complex:
     """Pairs of real numbers under way that are complex ones when they arrive."""
 
-    def __init__(self, reals: Pending) -> None:
+    def __init__(self, reals: Work) -> None:
         self.reals = reals
 
     def wait(self) -> Tensor:
@@ -256,7 +257,7 @@ class _Complex:
         return self.reals.done()
 
 
-def gather_json(comm: Comm, value: Any, pad_bytes: int = 1024) -> list[Any]:
+def all_gather_json(comm: Comm, value: Any, pad_bytes: int = 1024) -> list[Any]:
     """Every rank's JSON value on every rank. Text, never pickled objects, is what crosses the wire.
 
     It is padded to whole kibibytes, so that the digits of a time or the length of a path do not change the count.
@@ -264,16 +265,11 @@ def gather_json(comm: Comm, value: Any, pad_bytes: int = 1024) -> list[Any]:
     text = json.dumps(value).encode()
     length = int(comm.max(torch.tensor([-(-len(text) // pad_bytes) * pad_bytes])).item())
     padded = torch.frombuffer(bytearray(text.ljust(length)), dtype=torch.uint8)
-    return [json.loads(bytes(t.tolist())) for t in comm.gather(padded)]
-
-
-def num_bytes(tensor: Tensor) -> int:
-    """The size of a tensor's data."""
-    return tensor.numel() * tensor.element_size()
+    return [json.loads(bytes(t.tolist())) for t in comm.all_gather(padded)]
 
 
 @torch.no_grad()
-def in_one_go(tensors: Sequence[Tensor], operation: Callable[[Tensor], Tensor]) -> None:
+def coalesced(tensors: Sequence[Tensor], operation: Callable[[Tensor], Tensor]) -> None:
     """Replace tensors by what an operation makes of them, all of one dtype together: one round trip, not many."""
     for dtype in dict.fromkeys(t.dtype for t in tensors):
         same = [t for t in tensors if t.dtype == dtype]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
@@ -147,3 +147,19 @@ def broadcast(payload: int, ranks: int, rank: int, root: int, backend: str) -> S
         rounds = (ranks - 1).bit_length()
         next_places = [place + 2**i for i in range(rounds) if place < 2**i and place + 2**i < ranks]
     return {(root + next_place) % ranks: payload for next_place in next_places}
+
+
+# ---- totals of a run
+
+LINKS = ("inside", "between")  # nodes
+TRAINING = ("train", "sync")  # purposes of the ledger; the others are start, eval and checkpoint
+SentByPurpose = dict[str, dict[str, int]]  # bytes of all ranks by purpose, then inside and between nodes
+
+
+def bytes_of(sent: SentByPurpose, purposes: Collection[str] | None = None, links: Collection[str] = LINKS) -> int:
+    """The bytes for some purposes, by default all of them, on some links.
+
+    >>> bytes_of({"train": {"inside": 1, "between": 2}, "eval": {"inside": 4, "between": 8}}, TRAINING)
+    3
+    """
+    return sum(sent[purpose][link] for purpose in sent if purposes is None or purpose in purposes for link in links)

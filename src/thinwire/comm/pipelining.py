@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from thinwire.comm.base import num_bytes
 from thinwire.comm.process import ProcessComm, guarded
+from thinwire.common.tensors import num_bytes
 from thinwire.errors import RunError, UsageError
 
 Kind = Literal["gpipe", "1f1b"]

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket as GradBucket
 
-from thinwire.comm.background import Background, CommThread, so_far
-from thinwire.comm.base import Comm, Op, Pending, num_bytes
+from thinwire.comm.background import BackgroundWork, CommThread, record_event
+from thinwire.comm.base import Comm, Op, Work
 from thinwire.comm.ledger import Ledger
+from thinwire.common.tensors import num_bytes
 from thinwire.errors import PeerLost, RunError, UsageError
 
 T = TypeVar("T")
@@ -35,7 +36,7 @@ class ProcessComm(Comm):
     the communication thread is at work, and a group's messages must go in the same order on every rank.
     """
 
-    talks_beside = True
+    is_async = True
 
     def __init__(self, groups: _Pair, link: str, ledger: Ledger, device: torch.device, nodes: Sequence[int]) -> None:
         self.group, self.side_group = groups
@@ -93,10 +94,10 @@ class ProcessComm(Comm):
         while self._parts:
             self._parts.pop().close()
 
-    def in_background(self, work: Callable[[], T], device: torch.device) -> Background[T]:
+    def in_background(self, work: Callable[[], T], device: torch.device) -> BackgroundWork[T]:
         assert self.group  # raises if it was closed
-        ready = so_far(device)
-        background: Background[T] = Background(self.ledger)
+        ready = record_event(device)
+        background: BackgroundWork[T] = BackgroundWork(self.ledger)
 
         def after_what_it_needs() -> T:
             with self.thread.stream(device, ready):
@@ -108,7 +109,7 @@ class ProcessComm(Comm):
         self.thread.submit(lambda: background.run(after_what_it_needs))
         return background
 
-    def _start_reduce(self, tensor: Tensor, op: Op) -> Pending:
+    def _start_reduce(self, tensor: Tensor, op: Op) -> Work:
         if self.backend == "gloo" and tensor.dtype not in GLOO_SUMS:
             raise UsageError(f"gloo cannot reduce {tensor.dtype}; possible: {sorted(map(str, GLOO_SUMS))}")
         staged = self._staged(tensor)
@@ -139,11 +140,11 @@ class ProcessComm(Comm):
             guarded(lambda: dist.broadcast(sent, group=self.group, group_src=root))
         return _restored(sent, tensor)
 
-    def _start_send(self, tensor: Tensor, to: int) -> Pending:
+    def _isend(self, tensor: Tensor, to: int) -> Work:
         sent = _as_bytes(self._staged(tensor))
         return guarded(lambda: _Work(dist.isend(sent, group=self.group, group_dst=to), sent, self.wire_device))
 
-    def _start_recv(self, like: Tensor, source: int) -> Pending:
+    def _irecv(self, like: Tensor, source: int) -> Work:
         out = self._room(num_bytes(like), like.device)
         return guarded(
             lambda: _Receiving(_Work(dist.irecv(out, group=self.group, group_src=source), out, like.device), like)

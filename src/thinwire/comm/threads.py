@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.comm.base import Comm, Op, Pending
+from thinwire.comm.base import Comm, Op, Work
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.world import place
 from thinwire.errors import PeerLost, RunError, UsageError
@@ -143,7 +143,7 @@ class ThreadComm(Comm):
     def _take(self, slot: Slot, poster: int, readers: int) -> Any:
         return self.board.take(slot, self.members[self.rank], self.members[poster], readers)
 
-    def _start_reduce(self, tensor: Tensor, op: Op) -> Pending:
+    def _start_reduce(self, tensor: Tensor, op: Op) -> Work:
         collect = self._exchange(tensor.detach().clone())
         slots = [(*self._name, self._calls, r) for r in range(self.size)]
         return _Reduction(collect, op, lambda: self.board.has(slots))
@@ -162,7 +162,7 @@ class ThreadComm(Comm):
         sent: Tensor = self._exchange(tensor.detach().clone() if self.rank == root else None)()[root]
         return sent.to(tensor.device, copy=True)
 
-    def _start_send(self, tensor: Tensor, to: int) -> Pending:
+    def _isend(self, tensor: Tensor, to: int) -> Work:
         slot, sent = self._message(self.rank, to), tensor.detach().clone()
         self.board.post(slot, sent)
         return _Sending(
@@ -171,7 +171,7 @@ class ThreadComm(Comm):
             lambda: not self.board.has([slot]),
         )
 
-    def _start_recv(self, like: Tensor, source: int) -> Pending:
+    def _irecv(self, like: Tensor, source: int) -> Work:
         slot = self._message(source, self.rank)
         return _Receiving(
             lambda: self._take(slot, source, readers=1).reshape(like.shape).to(like.device),

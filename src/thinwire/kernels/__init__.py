@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.dtypes import as_reals
+from thinwire.common.dtypes import as_reals
+from thinwire.common.messages import say
 from thinwire.errors import UsageError
 from thinwire.kernels import eager
 from thinwire.kernels.hashing import rows
-from thinwire.progress import say_once
 
 POSSIBLE = ("eager", "compiled")
 LEAST_SCALE = 127 * 2.0**-126  # a 127th of it, the finest step there is, is the smallest number of full precision
@@ -170,7 +170,10 @@ def _call(name: str, x: Tensor, *args: Tensor | int, out: Tensor) -> None:
         except Exception as error:  # whatever a compiler may fail with
             _module.cache_clear()
             _broken.append(x.device.type)
-            say_once(f"kernels cannot be compiled here ({str(error).splitlines()[0]}); going on with the eager ones")
+            say(
+                f"kernels cannot be compiled here ({str(error).splitlines()[0]}); going on with the eager ones",
+                once=True,
+            )
     getattr(eager, name)(x, *args, out)
 
 
@@ -184,5 +187,5 @@ def _module(device: str) -> ModuleType:
         raise UsageError(f"THINWIRE_KERNELS={asked}; possible: {', '.join(POSSIBLE)}")
     if asked == "eager" or device in _broken:
         return eager
-    say_once("compiling kernels: the first steps take some seconds, up to half a minute")
+    say("compiling kernels: the first steps take some seconds, up to half a minute", once=True)
     return importlib.import_module("thinwire.kernels.compiled")

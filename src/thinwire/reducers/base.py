@@ -12,8 +12,8 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.comm.base import Comm
+from thinwire.common.dtypes import as_reals
 from thinwire.data import mix
-from thinwire.dtypes import as_reals
 from thinwire.errors import RunError
 
 Named = dict[str, Tensor]  # by parameter name
@@ -34,7 +34,7 @@ class Reducer(NamedTuple):
 
     `reduce` never changes its inputs, and copies what it wants to keep of them: they are overwritten as soon as it
     returns. It is written as if communication were instant; running it beside the backward pass is the business of
-    `thinwire.overlap`. The mean over ranks of (given − error) is the mean that it returns.
+    `thinwire.exchange.gradients`. The mean over ranks of (given − error) is the mean that it returns.
     """
 
     init: Callable[[Named], State]
@@ -78,7 +78,7 @@ class Averaged(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Where random numbers come from: differs from step to step and between parcels, and is the same on every rank."""
+    """Where random numbers come from: differs from step to step and between buckets, and is the same on every rank."""
 
     number: int
     unbiased: bool = True
@@ -187,7 +187,7 @@ def restored(states: list[State], saved: list[State]) -> list[State]:
         what = f"it lacks {missing[0]}{more}" if missing else "its tensors are others, or have other shapes"
         raise RunError(
             f"the saved state of the reducer does not fit ({what}), and without it the result would be another; "
-            "use one of the same model, reducer and parcel_mb, or begin anew"
+            "use one of the same model, reducer and bucket_mb, or begin anew"
         )
     return [{key: then[key].to(now[key].device) for key in now} for now, then in zip(states, saved, strict=True)]
 

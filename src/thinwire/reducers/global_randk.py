@@ -22,7 +22,7 @@ def global_randk(
 ) -> Reducer:
     """Send K coordinates that all ranks draw alike; the rest is zero in the result.
 
-    The vector is cut into K equal parts and one coordinate of each is drawn from (step, parcel), so no index travels,
+    The vector is cut into K equal parts and one coordinate of each is drawn from (step, bucket), so no index travels,
     and sums work. What was drawn is multiplied by the size of its part, so that E[out] is the mean. Under
     error_feedback it is not: there the rest is not lost but waits. Wire bytes per rank: those of `inner` for K + 1
     elements, K = max(1, round(ratio·P)); for `mean`, 2(n−1)/n·4(K + 1). The one more is NaN if anything is not finite,
@@ -49,7 +49,7 @@ def global_randk(
         weights = sizes if draw.unbiased else torch.ones_like(sizes)
         using = inner if draw.unbiased else contracting(inner)
         alarm = torch.where(kernels.all_finite(x), 0.0, torch.nan).view(1)
-        name = f"chosen in {draw.number}"  # another one in every parcel and step, for other random numbers
+        name = f"chosen in {draw.number}"  # another one in every bucket and step, for other random numbers
         out = using.reduce({name: torch.cat([x[chosen] * weights, alarm])}, part_of(state, "inner"), comm)
         values, alarm = out.mean[name].split([len(chosen), 1])
         result = torch.zeros_like(x).index_copy_(0, chosen, values) + alarm * 0

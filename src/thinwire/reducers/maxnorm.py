@@ -10,8 +10,8 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.codecs.words import words
 from thinwire.comm.base import Comm
+from thinwire.common.messages import say
 from thinwire.errors import UsageError
-from thinwire.progress import say_once
 from thinwire.reducers.base import Averaged, Block, Draw, Reducer, State, on_vectors
 from thinwire.reducers.owners import coded_mean
 
@@ -68,8 +68,12 @@ def maxnorm(
     def average(x: Tensor, draw: Draw, state: State, comm: Comm) -> Averaged:
         levels = sum_levels(comm.size)
         if bits < 8 or levels < FEWEST_LEVELS:
-            if bits == 8 and comm.rank == 0:
-                say_once(f"maxnorm: sums of {comm.size} ranks leave {levels} levels in 8 bits; sending packed words")
+            if bits == 8:
+                say(
+                    f"maxnorm: sums of {comm.size} ranks leave {levels} levels in 8 bits; sending packed words",
+                    comm.rank,
+                    once=True,
+                )
             kept = {"scales": state["scales"], "saturated": state["saturated"]} if predicted else {}
             return coded_mean(x, lambda even: words(bits, even), block, draw, comm)._replace(state=kept)
         if predicted and state["scales"].any():

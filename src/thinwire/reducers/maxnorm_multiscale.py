@@ -11,7 +11,7 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.codecs.multiscale import finest_that_fits, index_bits, magnified, multiscale
 from thinwire.comm.base import Comm
-from thinwire.progress import say_once
+from thinwire.common.messages import say
 from thinwire.reducers.base import Averaged, Block, Draw, Reducer, State, on_vectors
 from thinwire.reducers.maxnorm import BLOCKS, FEWEST_LEVELS, shared_scales, sum_levels
 from thinwire.reducers.owners import coded_mean, combined
@@ -40,9 +40,11 @@ def maxnorm_multiscale(
     def average(x: Tensor, draw: Draw, state: State, comm: Comm) -> Averaged:
         levels = sum_levels(comm.size)
         if bits < 8 or levels < FEWEST_LEVELS:
-            if bits == 8 and comm.rank == 0:
-                say_once(
-                    f"maxnorm_multiscale: sums of {comm.size} ranks leave {levels} levels in 8 bits; packing words"
+            if bits == 8:
+                say(
+                    f"maxnorm_multiscale: sums of {comm.size} ranks leave {levels} levels in 8 bits; packing words",
+                    comm.rank,
+                    once=True,
                 )
             return coded_mean(x, lambda even: multiscale(bits, scales, even), block, draw, comm)
         tops = shared_scales(x, block, comm)

@@ -29,7 +29,7 @@ def coded_mean(x: Tensor, make_codec: Callable[[int], Codec], block: int, draw: 
     words = codec.encode(given, draw.rounding(comm.rank, 1))
     mine = codec.decode(torch.stack(comm.all_to_all(words.unbind())), width).sum(0, keepdim=True).div_(comm.size)
     word = codec.encode(mine, draw.rounding(comm.rank, 2))
-    means = codec.decode(torch.stack(comm.gather(word[0])), width)
+    means = codec.decode(torch.stack(comm.all_gather(word[0])), width)
 
     def error() -> Tensor:
         lost = given - codec.decode(words, width)
@@ -47,7 +47,7 @@ def combined(
     given = pad(codes, (0, comm.size * width - codes.numel())).view(comm.size, width)
     received = torch.stack(comm.all_to_all(kernels.pack(given, bits).unbind()))
     mine = combine(kernels.unpack(received, bits, signed))
-    back = torch.stack(comm.gather(kernels.pack(mine, bits_back)))
+    back = torch.stack(comm.all_gather(kernels.pack(mine, bits_back)))
     return kernels.unpack(back, bits_back, signed).view(-1)[: codes.numel()]
 
 

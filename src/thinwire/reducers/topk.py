@@ -31,7 +31,7 @@ def topk(
         places = x.abs().topk(count, sorted=False).indices
         packed = torch.cat([x[places].view(torch.int32), places.to(torch.int32)])
         total = torch.zeros_like(x)
-        for part in comm.gather(packed):  # one rank after the other: the order of sums is the same everywhere
+        for part in comm.all_gather(packed):  # one rank after the other: the order of sums is the same everywhere
             total.index_add_(0, part[count:].long(), part[:count].view(torch.float32))
         return Averaged(total.div_(comm.size), lambda: x.index_fill(0, places, 0.0))
 

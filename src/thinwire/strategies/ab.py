@@ -11,19 +11,19 @@ import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
-from thinwire.comm.base import Comm, in_one_go
+from thinwire.comm.base import Comm, coalesced
+from thinwire.common.messages import say
 from thinwire.data import Batch, Shard
 from thinwire.errors import RunError, UsageError
-from thinwire.factoring import Factoring
-from thinwire.overlap import Exchange, exchange
-from thinwire.progress import say, say_once
+from thinwire.exchange.factoring import Factoring
+from thinwire.exchange.gradients import Exchange, exchange
 from thinwire.reducers.base import Reducer, carried, restored
 from thinwire.reducers.mean import mean
 from thinwire.strategies.base import Strategy, average_buffers, replicate
 from thinwire.strategies.groups import groups_of, nodes_of
 from thinwire.strategies.learner import Learner, Recipe
 from thinwire.strategies.phases import Lengths, Phase, Phases
-from thinwire.surgery.attention import open_attention
+from thinwire.surgery.attention import unpack_attention
 from thinwire.surgery.moments import State, copied, resized, rotated
 from thinwire.surgery.standard import standard
 
@@ -117,8 +117,12 @@ class AB(Strategy):
             return
         self.phases = self.lengths.phases(self.epochs, epoch_steps)
         total = (self.epochs or 0) * epoch_steps
-        if self.comm.rank == 0 and total and self.phases.first_meeting >= total:
-            say_once(f"ab: groups meet every {self.phases.every} steps, so only at the end of the run of {total}")
+        if total and self.phases.first_meeting >= total:
+            say(
+                f"ab: groups meet every {self.phases.every} steps, so only at the end of the run of {total}",
+                self.comm.rank,
+                once=True,
+            )
 
     # ---- from one phase to the next
 
@@ -126,10 +130,12 @@ class AB(Strategy):
         before = self._moments()
         if phase == "ab":
             self.ranks = self.factoring.decompose(self.model)
-            if not self.ranks and self.comm.rank == 0:
-                say_once(
+            if not self.ranks:
+                say(
                     f"ab: with cutoff={self.factoring.cutoff} no layer's rank is low enough to make it smaller, so all "
-                    "stay full and groups only train apart; try a higher cutoff, more weight decay or a longer run"
+                    "stay full and groups only train apart; try a higher cutoff, more weight decay or a longer run",
+                    self.comm.rank,
+                    once=True,
                 )
         else:
             self._average(self.model)
@@ -160,7 +166,7 @@ class AB(Strategy):
                     weight.mul_(self.comm.size / self.num_training[x] if x in self.role else 0.0)
         factors = {id(w) for layer in self.factoring.factored(model).values() for w in (layer.A, layer.B)}
         with self.comm.ledger.purpose("sync", instead_of="train"):
-            in_one_go([p for p in model.parameters() if p.requires_grad or id(p) in factors], self.comm.mean)
+            coalesced([p for p in model.parameters() if p.requires_grad or id(p) in factors], self.comm.mean)
 
     # ---- what the optimizer remembers
 
@@ -204,10 +210,12 @@ class AB(Strategy):
 
     def consolidate(self, factored: bool = False) -> nn.Module:
         """What a meeting now would give; with `factored`, as two thin layers for each weight that has a low rank."""
-        if self.phases is None and self.learner.num_steps and self.comm.rank == 0:
-            say_once(
+        if self.phases is None and self.learner.num_steps:
+            say(
                 f"ab trains at full rank until it knows how long an epoch is, and after {self.learner.num_steps} steps "
-                "does not; write `for batch in tw.epoch(trainer, batches, comm)`, or give ab(sync_every=…) in steps"
+                "does not; write `for batch in tw.epoch(trainer, batches, comm)`, or give ab(sync_every=…) in steps",
+                self.comm.rank,
+                once=True,
             )
         self.factoring.look(self.model)
         whole = copy.deepcopy(self.model)
@@ -250,7 +258,7 @@ class AB(Strategy):
 
 def _opened(model: nn.Module, comm: Comm, cutoff: float) -> Factoring:
     """The model made ready, or left as it was."""
-    open_attention(model)
+    unpack_attention(model)
     try:
         return Factoring(model, comm, cutoff, "ab")
     except UsageError:
@@ -263,7 +271,7 @@ def _groups(comm: Comm, size: int | None) -> list[list[int]]:
     ranks, nodes = list(range(comm.size)), nodes_of(comm)
     halves = [half for half in (ranks[: comm.size // 2], ranks[comm.size // 2 :]) if half]
     groups = (nodes if len(nodes) > 1 else halves) if size is None else groups_of(comm, size, "ab: group_size")
-    if len(groups) == 1 and comm.rank == 0:
+    if len(groups) == 1:
         more = "group_size=… makes several" if comm.size > 1 else "it takes more ranks to save anything"
-        say(f"thinwire: ab: one group alone trains both factors; {more}")
+        say(f"ab: one group alone trains both factors; {more}", comm.rank)
     return groups

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from thinwire import overlap
-from thinwire.averaging import kept_buffers
-from thinwire.comm.base import Comm, in_one_go
+from thinwire.comm.base import Comm, coalesced
 from thinwire.data import Batch, Shard
 from thinwire.errors import UsageError
+from thinwire.exchange import gradients
+from thinwire.exchange.parameters import kept_buffers
 from thinwire.reducers.base import restored
 from thinwire.reducers.mean import mean
 from thinwire.strategies.base import Strategy, average_buffers, replicate
@@ -45,9 +45,9 @@ class Alone(Strategy):
         self.learner = Learner(model, recipe)
         several = self.machine.size > 1
         self.exchange = (
-            overlap.exchange(model, mean(), self.machine, unused_parameters=True)  # as a rank by itself allows them
+            gradients.exchange(model, mean(), self.machine, unused_parameters=True)  # as a rank by itself allows them
             if several
-            else overlap.Alone(model)
+            else gradients.NoExchange(model)
         )
 
     def step(self, batch: Batch) -> Tensor:
@@ -63,7 +63,7 @@ class Alone(Strategy):
         whole = copy.deepcopy(self.model)
         average_buffers(whole, self.machine)
         with self.comm.ledger.purpose("sync", instead_of="train"):
-            in_one_go([*whole.parameters(), *kept_buffers(whole)], self.comm.broadcast)
+            coalesced([*whole.parameters(), *kept_buffers(whole)], self.comm.broadcast)
         return whole
 
     def state_dict(self) -> dict[str, Any]:

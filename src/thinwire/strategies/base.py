@@ -12,22 +12,22 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import registry
-from thinwire.averaging import kept_buffers
-from thinwire.comm.base import Comm, in_one_go
+from thinwire.comm.base import Comm, coalesced
+from thinwire.common.dtypes import is_averaged, refuse_meta, refuse_unfit
+from thinwire.common.messages import say
 from thinwire.data import Batch, Shard
-from thinwire.dtypes import is_averaged, refuse_meta, refuse_unfit
 from thinwire.errors import UsageError
+from thinwire.exchange.parameters import kept_buffers
 from thinwire.optim import OptimizerFactory
-from thinwire.progress import say
 from thinwire.strategies.learner import Loss, Recipe
-from thinwire.surgery.hollow import refuse_emptied
+from thinwire.surgery.meta import refuse_moved_to_meta
 
 
 class Strategy(Protocol):
     """A way to train one model on many ranks."""
 
     shard: Shard  # which part of each batch this rank reads
-    ragged: bool = False  # whether ranks may have different numbers of batches in an epoch
+    allows_uneven: bool = False  # whether ranks may have different numbers of batches in an epoch
     sees_loss: bool = True  # whether the losses that `step` returns on this rank are the whole model's
 
     def begin_epoch(self, num_steps: int | None) -> None:
@@ -36,7 +36,7 @@ class Strategy(Protocol):
     def step(self, batch: Batch) -> Tensor:
         """One local update and whatever communication is due; returns this rank's loss."""
 
-    def idle(self) -> None:
+    def skip_step(self) -> None:
         """A step of others for which this rank has no batch; only where ranks may have different numbers of them."""
         raise UsageError(f"{type(self).__name__} needs a batch on every rank in every step; loop over tw.epoch")
 
@@ -53,7 +53,7 @@ class Strategy(Protocol):
         `factored` leaves low-rank layers as two thin ones, where the strategy has any.
         """
 
-    def to_test(self) -> nn.Module:
+    def eval_model(self) -> nn.Module:
         """The whole trained model to run in eval mode, by all ranks equally often. Collective."""
         return self.consolidate()
 
@@ -74,16 +74,16 @@ def replicate(model: nn.Module, comm: Comm) -> None:
     tensors = [*model.parameters(), *model.buffers()]
     before = [t.detach().clone() for t in tensors]
     with comm.ledger.purpose("start"):
-        in_one_go(tensors, comm.broadcast)
+        coalesced(tensors, comm.broadcast)
         tell_if_changed(before, tensors, comm)
 
 
 def tell_if_changed(before: Sequence[Tensor], after: Sequence[Tensor], comm: Comm) -> None:
     """Say how many ranks do not begin with the weights that they were given. Collective."""
     changed = not all(torch.equal(old, new) or old.isnan().any() for old, new in zip(before, after, strict=True))
-    others = int(torch.cat(comm.gather(torch.tensor([changed], dtype=torch.uint8))).sum())
-    if others and comm.rank == 0:
-        say(f"thinwire: the model differed between ranks; {others} of {comm.size} now begin with rank 0's weights")
+    others = int(torch.cat(comm.all_gather(torch.tensor([changed], dtype=torch.uint8))).sum())
+    if others:
+        say(f"the model differed between ranks; {others} of {comm.size} now begin with rank 0's weights", comm.rank)
 
 
 def average_buffers(model: nn.Module, comm: Comm) -> None:
@@ -93,15 +93,15 @@ def average_buffers(model: nn.Module, comm: Comm) -> None:
     """
     buffers = kept_buffers(model)
     with comm.ledger.purpose("sync", instead_of="train"):
-        in_one_go([b for b in buffers if is_averaged(b)], comm.mean)
-        in_one_go([b for b in buffers if not is_averaged(b)], comm.broadcast)
+        coalesced([b for b in buffers if is_averaged(b)], comm.mean)
+        coalesced([b for b in buffers if not is_averaged(b)], comm.broadcast)
 
 
 def consolidated(model: nn.Module, comm: Comm, apart: Sequence[str] = ()) -> nn.Module:
     """A copy of a model, equal on all ranks: the mean of those parameters that may differ between them."""
     whole = copy.deepcopy(model)
     with comm.ledger.purpose("sync", instead_of="train"):
-        in_one_go([whole.get_parameter(name) for name in apart], comm.mean)
+        coalesced([whole.get_parameter(name) for name in apart], comm.mean)
     average_buffers(whole, comm)
     return whole
 
@@ -147,7 +147,7 @@ def prepare(
         raise UsageError(f"epochs={epochs}; give how many there will be, 1 or more, or leave it out")
     _check_schedule(schedule)
     _check_model(model)
-    refuse_emptied(model)
+    refuse_moved_to_meta(model)
     refuse_unfit(model, "prepare")
     recipe = Recipe(_checked(loss), optimizer, schedule, clip_norm, accumulate, autocast, epochs)
     strategy: Strategy = registry.build("strategies", spec, model, recipe, comm)

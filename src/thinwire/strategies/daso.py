@@ -9,12 +9,12 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 
-from thinwire.averaging import Averaging, keep_progress
-from thinwire.comm.base import Comm, in_one_go
+from thinwire.comm.base import Comm, coalesced
+from thinwire.common.messages import say
 from thinwire.data import Batch, Shard
 from thinwire.errors import UsageError
-from thinwire.overlap import exchange
-from thinwire.progress import say, say_once
+from thinwire.exchange.gradients import exchange
+from thinwire.exchange.parameters import ParameterAverager, keep_progress
 from thinwire.reducers.base import Reducer, restored
 from thinwire.reducers.half import bf16
 from thinwire.reducers.mean import mean
@@ -111,7 +111,7 @@ class DASO(Strategy):
         weight = len(mine) * len(nodes) / comm.size
         across = comm.split([*rails, *without], "between")
         speaking = comm.split(nodes, "node")  # apart from gradients, which travel at the same time
-        self.averaging = Averaging(model, reducer, across, node=speaking, weight=weight)
+        self.averaging = ParameterAverager(model, reducer, across, node=speaking, weight=weight)
 
         self.cycle = Cycle(between=min(4, max_global_skips))
         self.plateau = Plateau()
@@ -175,7 +175,7 @@ class DASO(Strategy):
             return
         self.averaging.merge(self._paper)
         if self.apart:  # else the ranks of a node are equal already
-            in_one_go(self.averaging.fragments[0].x, self.node.mean)
+            coalesced(self.averaging.fragments[0].x, self.node.mean)
 
     def _meet(self) -> None:
         """Start, wait and merge: then all ranks are equal."""
@@ -204,8 +204,12 @@ class DASO(Strategy):
 
     def consolidate(self, factored: bool = False) -> nn.Module:
         """The mean over ranks. What is under way is part of it: no node gives up its own steps while it waits."""
-        if self.batch and not self.epoch and self.comm.rank == 0:
-            say_once(f"daso is in its first epoch after {self.batch} batches; if it is over, say so: tw.epoch")
+        if self.batch and not self.epoch:
+            say(
+                f"daso is in its first epoch after {self.batch} batches; if it is over, say so: tw.epoch",
+                self.comm.rank,
+                once=True,
+            )
         return consolidated(self.model, self.comm, self.averaging.names if not self.together else [])
 
     def state_dict(self) -> dict[str, Any]:
@@ -252,7 +256,7 @@ def _tell_if_short(epochs: int, phases: tuple[int, int]) -> None:
     few = f"{epochs - cycling} of them" if cycling else "all of them"
     some = min(max(1, epochs // 8), epochs // 4)
     say(
-        f"thinwire: daso: with {epochs} epochs {few} are first or last ones, and nodes always wait there, after every "
+        f"daso: with {epochs} epochs {few} are first or last ones, and nodes always wait there, after every "
         f"batch; to save bytes try daso(warmup_epochs={some}, cooldown_epochs={some}), or more epochs"
     )
 
@@ -260,7 +264,7 @@ def _tell_if_short(epochs: int, phases: tuple[int, int]) -> None:
 def _nodes(comm: Comm, ranks_per_node: int | None) -> list[list[int]]:
     """The ranks of each node."""
     nodes = nodes_of(comm) if ranks_per_node is None else groups_of(comm, ranks_per_node, "daso: ranks_per_node")
-    if len(nodes) == 1 and comm.rank == 0:
+    if len(nodes) == 1:
         several = f"more than {ranks_per_node} ranks make" if ranks_per_node else "ranks_per_node=… makes"
-        say(f"thinwire: daso: all ranks are on one node, so this is data_parallel; {several} several nodes")
+        say(f"daso: all ranks are on one node, so this is data_parallel; {several} several nodes", comm.rank)
     return nodes

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from thinwire.comm.base import Comm
 from thinwire.data import Batch, Shard
-from thinwire.overlap import exchange
+from thinwire.exchange.gradients import exchange
 from thinwire.reducers.base import Reducer, restored
 from thinwire.reducers.mean import mean
 from thinwire.strategies.base import Strategy, consolidated, replicate
@@ -37,7 +37,7 @@ class DataParallel(Strategy):
         /,
         *,
         reducer: Reducer = mean(),  # how gradients are averaged
-        parcel_mb: Annotated[float, Field(gt=0)] = 25.0,  # lower = earlier sending, more messages
+        bucket_mb: Annotated[float, Field(gt=0)] = 25.0,  # lower = earlier sending, more messages
         unused_parameters: bool = False,  # true = some may get no gradient in a step; costs a walk over the graph
     ) -> None:
         self.shard = Shard(comm.rank, comm.size)
@@ -45,7 +45,7 @@ class DataParallel(Strategy):
         self.model = model
         replicate(model, comm)
         self.learner = Learner(model, recipe)
-        self.exchange = exchange(model, reducer, comm, parcel_mb, unused_parameters)
+        self.exchange = exchange(model, reducer, comm, bucket_mb, unused_parameters)
 
     def step(self, batch: Batch) -> Tensor:
         loss = self.learner.backward(batch, self.exchange)

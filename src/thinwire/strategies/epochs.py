@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sized
 import torch
 
 from thinwire.comm.base import Comm
+from thinwire.common.messages import say
 from thinwire.data import Batch, Loader
 from thinwire.errors import UsageError
-from thinwire.progress import say_once
 from thinwire.strategies.base import Strategy
 
 
@@ -49,7 +49,7 @@ def _check_places(loader: Loader, comm: Comm) -> None:
     """Stop ranks that go on from states of different steps: their models would differ from then on. Collective."""
     with comm.ledger.purpose("sync"):
         own = torch.tensor([loader.epoch, loader.batch, len(loader)])
-        places = [place.tolist() for place in comm.gather(own)]
+        places = [place.tolist() for place in comm.all_gather(own)]
     steps = max(batch for _, batch, _ in places)
     if any((epoch, batch) != (loader.epoch, min(steps, length)) for epoch, batch, length in places):
         where = ", ".join(f"rank {r} at batch {batch} of epoch {epoch}" for r, (epoch, batch, _) in enumerate(places))
@@ -66,22 +66,22 @@ def _equally_many(
 
     def gathered(mine: int) -> list[int]:
         with comm.ledger.purpose("sync"):
-            return [int(number) for number in comm.gather(torch.tensor([mine]))]
+            return [int(number) for number in comm.all_gather(torch.tensor([mine]))]
 
     numbers = gathered(num_left)
     least, most = min(numbers), max(numbers)
-    if trainer.ragged and least >= 0:
+    if trainer.allows_uneven and least >= 0:
         trainer.begin_epoch(done + most)
         given = 0
         for given, mine in enumerate(itertools.islice(iterator, num_left), 1):  # noqa: B007
             yield mine
         for _ in range(most - given):
-            trainer.idle()
+            trainer.skip_step()
         return
     trainer.begin_epoch(done + least if least >= 0 else None)
     if least >= 0:
-        if least < most and comm.rank == 0:
-            say_once(f"ranks have {least} to {most} batches; all stop after {least}")
+        if least < most:
+            say(f"ranks have {least} to {most} batches; all stop after {least}", comm.rank, once=True)
         yield from itertools.islice(iterator, least)
         return
     while all(gathered((batch := next(iterator, None)) is not None)):

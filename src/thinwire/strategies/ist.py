@@ -12,20 +12,21 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from thinwire.assembly import Streamed, assembled, calibrate, export, free_bytes
 from thinwire.comm.base import Comm
+from thinwire.common.messages import say
+from thinwire.common.tensors import named_tensors
 from thinwire.data import Batch, Shard
 from thinwire.errors import RunError, UsageError
-from thinwire.homes import Homes, Report
-from thinwire.overlap import Alone
-from thinwire.progress import say_once
+from thinwire.exchange.assembly import StreamedModel, assembled, calibrate, export, free_bytes
+from thinwire.exchange.gradients import NoExchange
+from thinwire.exchange.sharded import Report, ShardedTensors
 from thinwire.strategies.base import Strategy, tell_if_changed
 from thinwire.strategies.learner import Learner, Recipe
-from thinwire.surgery.attention import open_attention
+from thinwire.surgery.attention import unpack_attention
 from thinwire.surgery.axes import Axis, axes_of, blocks_of
-from thinwire.surgery.hollow import hollow, initialised, keep_caches, tensors_of
+from thinwire.surgery.meta import initialised, keep_caches, to_meta
 from thinwire.surgery.moments import Kind, State, copied, kinds_of_state
-from thinwire.surgery.slices import Hand, Slices, deal, eased, narrow
+from thinwire.surgery.slices import Slices, UnitIndices, deal, eval_scales, narrow
 from thinwire.surgery.standard import standard
 
 Tensors = dict[str, Tensor]
@@ -48,7 +49,7 @@ class IST(Strategy):
     Blocks: Dun et al., "ResIST: Layer-Wise Decomposition of ResNets for Distributed Training", 2022.
     """
 
-    ragged = True
+    allows_uneven = True
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class IST(Strategy):
         kinds, self.counts = _kinds(recipe, trained, device) if carried else ({}, {})
         self.homes = self._moved_in(model, device)
         self.moments = {
-            kind: Homes(
+            kind: ShardedTensors(
                 self.slices, comm, device, {name: k.dtype for name, k in of.items()}, next(iter(of.values())).start
             )
             for kind, of in kinds.items()
@@ -102,7 +103,7 @@ class IST(Strategy):
         with comm.ledger.purpose("start"):
             self.model = self._narrow(self.homes.deal(self.hands))
         self.learner = Learner(self.model, recipe, renewed_by="ist")
-        self.exchange = Alone(self.model)
+        self.exchange = NoExchange(self.model)
 
     # ---- training
 
@@ -121,7 +122,7 @@ class IST(Strategy):
         self.num_trained += 1
         return loss
 
-    def idle(self) -> None:
+    def skip_step(self) -> None:
         """Take part in rounds of others: this rank's units go home as they came."""
         self._turn_if_due()
         self.num_here += 1
@@ -142,7 +143,7 @@ class IST(Strategy):
         report = self._report()
         keep_caches(self.model, self.skeleton)
         self.model = nn.Module()  # so that nothing else holds what leaves
-        self.exchange = Alone(self.model)
+        self.exchange = NoExchange(self.model)
         self.learner.let_go()
         reports = self.homes.collect(tensors, self.hands, report)
         for kind, homes in self.moments.items():
@@ -154,7 +155,7 @@ class IST(Strategy):
     def _begin_round(self) -> None:
         self.hands = self._dealt()
         self.model = self.learner.model = self._narrow(self.homes.deal(self.hands))
-        self.exchange = Alone(self.model)
+        self.exchange = NoExchange(self.model)
         moments = {kind: homes.deal(self.hands) for kind, homes in self.moments.items()}
         other_counts = next(iter(self.counters.values()), self.counts)
         self.learner.renew(
@@ -166,7 +167,7 @@ class IST(Strategy):
         )
         self.num_here, self.num_trained, self.seconds = 0, 0, 0.0
 
-    def _dealt(self) -> list[Hand]:
+    def _dealt(self) -> list[UnitIndices]:
         return deal([axis.size for axis in self.slices.axes], self.shares, self.seed, self.round)
 
     def _narrow(self, tensors: Tensors) -> nn.Module:
@@ -174,7 +175,7 @@ class IST(Strategy):
 
     def _tensors(self) -> Tensors:
         """Those of this rank's network."""
-        return {name: t.detach() for name, t in tensors_of(self.model).items()}
+        return {name: t.detach() for name, t in named_tensors(self.model).items()}
 
     def _remembered(self, kind: str) -> Tensors:
         """What this rank's optimizer remembers of them; what it has not seen is as at the start."""
@@ -204,24 +205,23 @@ class IST(Strategy):
         return {"round": self.round, "shares": shares, "subnet": self.slices.count(self.hands[self.comm.rank])}
 
     def consolidate(self, factored: bool = False) -> nn.Module:
-        """The whole network on every rank; refused where it does not fit: see `to_test` and `export`."""
+        """The whole network on every rank; refused where it does not fit: see `eval_model` and `export`."""
         if not self._fits():
             raise RunError(
                 f"the whole network takes {self.homes.num_bytes / 1e9:.3g} GB, more than {self._limit()}; "
-                "trainer.to_test() runs it layer by layer, trainer.export(folder) writes it to files, and "
+                "trainer.eval_model() runs it layer by layer, trainer.export(folder) writes it to files, and "
                 "ist(whole_gb=…) sets the limit"
             )
         return self._whole()
 
-    def to_test(self) -> nn.Module:
+    def eval_model(self) -> nn.Module:
         """The whole network or, where that does not fit, one that fetches each layer when it runs."""
         if self._fits():
             return self._whole()
-        if self.comm.rank == 0:
-            say_once(
-                f"ist: the whole network takes {self.homes.num_bytes / 1e9:.3g} GB, more than {self._limit()}, so it "
-                "is tested layer by layer"
-            )
+        say(
+            f"ist: the whole network takes {self.homes.num_bytes / 1e9:.3g} GB, more than {self._limit()}, so it is "
+            "tested layer by layer", self.comm.rank, once=True,
+        )  # fmt: skip
         return self._streamed()
 
     def export(self, folder: Path | str, max_gb: float | None = None) -> None:
@@ -235,20 +235,20 @@ class IST(Strategy):
             calibrate(whole, self.recent, self.comm, self.recipe.autocast)
         return whole
 
-    def _streamed(self) -> Streamed:
+    def _streamed(self) -> StreamedModel:
         with self.comm.ledger.purpose("sync", instead_of="train"):
-            model = Streamed(self.skeleton, self._collected(), self._factors(self.uncalibrated))
+            model = StreamedModel(self.skeleton, self._collected(), self._factors(self.uncalibrated))
             calibrate(model, self.recent, self.comm, self.recipe.autocast)
         return model
 
-    def _collected(self) -> Homes:
+    def _collected(self) -> ShardedTensors:
         """Homes as they were if the round ended now."""
         homes = self.homes.copy()
         homes.collect(self._tensors(), self.hands, self._report())
         return homes
 
     def _factors(self, all_axes: bool = False) -> dict[str, float]:
-        return eased(self.slices, self.hands, all_axes) if self.scale == "eval" and self.comm.size > 1 else {}
+        return eval_scales(self.slices, self.hands, all_axes) if self.scale == "eval" and self.comm.size > 1 else {}
 
     def _limit(self) -> str:
         return f"whole_gb={self.whole_gb:g}" if self.whole_gb else "some rank has room for"
@@ -289,16 +289,18 @@ class IST(Strategy):
             if isinstance(t, Tensor)
         }
         self.model = self.learner.model = self._narrow(trained)
-        self.exchange = Alone(self.model)
+        self.exchange = NoExchange(self.model)
         self.learner.renew()
         self.learner.load_state_dict(state["learner"])
 
     # ---- how it begins
 
-    def _moved_in(self, model: nn.Module, device: torch.device) -> Homes:
+    def _moved_in(self, model: nn.Module, device: torch.device) -> ShardedTensors:
         """The model's tensors in their homes, rank 0's of each; the model is left empty."""
-        homes = Homes(self.slices, self.comm, device, {name: t.dtype for name, t in self.slices.tensors.items()})
-        given = {name: t for name, t in hollow(model).items() if not t.is_meta}
+        homes = ShardedTensors(
+            self.slices, self.comm, device, {name: t.dtype for name, t in self.slices.tensors.items()}
+        )
+        given = {name: t for name, t in to_meta(model).items() if not t.is_meta}
         if self.comm.rank == 0 and len(given) < len(self.slices.tensors):
             given = initialised(model, device) | given
         with self.comm.ledger.purpose("start"):
@@ -310,7 +312,7 @@ class IST(Strategy):
 
 def _device(model: nn.Module) -> torch.device:
     """Where a model's tensors are; one without any goes where torch makes new ones."""
-    real = [t.device for t in tensors_of(model).values() if not t.is_meta]
+    real = [t.device for t in named_tensors(model).values() if not t.is_meta]
     return real[0] if real else torch.get_default_device()
 
 
@@ -331,7 +333,7 @@ def _kinds(
 
 def _sliced(model: nn.Module, ranks: int, cut: str, scale: str) -> Slices:
     """What can be dealt of a model, or an error that leaves it as it was."""
-    open_attention(model)
+    unpack_attention(model)
     try:
         slices = Slices(model, blocks_of(model) if cut == "blocks" else axes_of(model))
         slices.check(model, ranks, scale == "train")

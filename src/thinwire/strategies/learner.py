@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.common.dtypes import refuse_sparse
 from thinwire.data import Batch, to_device
-from thinwire.dtypes import refuse_sparse
 from thinwire.errors import RunError, UsageError
+from thinwire.exchange.gradients import Exchange, no_gradient
 from thinwire.optim import OptimizerFactory
-from thinwire.overlap import Exchange, no_gradient
 
 CHECK_EVERY_STEPS = 20  # how often a GPU's losses and gradients are looked at; each look waits for it
 SLOW_LR = 1e-5  # where a learning rate climbs from when a strategy begins something new

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 
 from thinwire.codecs.features import Wire
 from thinwire.comm.base import Comm
+from thinwire.comm.queues import Copies, RecvQueue, SendQueue
 from thinwire.data import Batch, mix, to_device
 from thinwire.errors import RunError
-from thinwire.mail import Copies, Inbox, Outbox
 from thinwire.reducers.base import Reducer
 from thinwire.reducers.mean import mean
 from thinwire.strategies.learner import Recipe
 from thinwire.strategies.staged import Cut, Staged, fingerprint, seeded
 from thinwire.surgery.costs import flops
 from thinwire.surgery.heads import Exit, Head, Joint, Readout, suited
-from thinwire.surgery.hollow import filled
+from thinwire.surgery.meta import with_tensors
 
 SEEDING_WEIGHTS = 4096  # of the first layer: heads of models that begin differently do, too
 Piece = tuple[Tensor, Tensor, dict[int, Tensor]]  # what went into the block, what came out, losses' gradients there
@@ -35,7 +35,7 @@ class LocalParallel(Staged):
 
     Block k gets z_{k−1}, computes z_k = f_k(z_{k−1}), sends it on at once, and then steps along the gradient of
     L_k = loss(head_k(z_k), y). Nobody waits for a gradient from behind, so there is no bubble after the first batches.
-    With an overlap of o, L_k reaches back through o blocks, and θ_k gets Σ_j ∂L_j/∂θ_k of its window j = k … k+o−1, or
+    With a window of o, L_k reaches back through o blocks, and θ_k gets Σ_j ∂L_j/∂θ_k of its window j = k … k+o−1, or
     only the farthest of them. It is delayed, not stale: pipelined over ranks it computes what one process would, bit
     for bit. Wire bytes per step and boundary: |z|, and (o−1)·|z| back. The model that you give is emptied.
 
@@ -53,8 +53,8 @@ class LocalParallel(Staged):
         blocks: PositiveInt | None = None,  # the ranks are shared among so many; default: as many as ranks, if possible
         cut: Cut = "flops",  # equal flops, time or parameters; or the layers that blocks begin with, as ['6', '12']
         head: Head = suited(),  # what judges a block: suited to the model, or one of `thinwire list heads`
-        overlap: PositiveInt = 1,  # o: blocks that a loss reaches back through; more = nearer to backprop, more waiting
-        reduce: Literal["sum", "farthest"] = "sum",  # sum or farthest: which losses of its window train a block
+        window: PositiveInt = 1,  # o: blocks that a loss reaches back through; more = nearer to backprop, more waiting
+        losses: Literal["sum", "farthest"] = "sum",  # sum or farthest: which losses of its window train a block
         microbatches: PositiveInt = 1,  # pieces that a batch travels in; more = less memory, smaller messages
         queue: PositiveInt = 2,  # pieces that may wait on either side of a boundary; more = smoother, more memory
         wire: Wire = "exact",  # exact, bf16 or int8: what is sent of activations
@@ -63,31 +63,31 @@ class LocalParallel(Staged):
     ) -> None:
         pieces = max(recipe.accumulate, microbatches)
         super().__init__("local_parallel", model, replace(recipe, accumulate=pieces), comm, blocks, cut, reducer)
-        self.head, self.overlap, self.reduce = head, min(overlap, self.num_blocks), reduce
+        self.head, self.window, self.losses = head, min(window, self.num_blocks), losses
         some = next(model.parameters()).detach().flatten()[:SEEDING_WEIGHTS].cpu().contiguous()
         self.seed = mix(seed, zlib.crc32(some.view(torch.uint8).numpy().tobytes()))
         device, far = next(model.parameters()).device, self.num_blocks * pieces
         before, after = self.number - 1, self.number + 1
-        self.inbox = Inbox(self.column, before, queue, device, wire) if not self.is_first else None
-        self.outbox = Outbox(self.column, after, queue, wire) if not self.is_last else None
-        self.gradients_out = Outbox(self.column, before, far)  # those of one step
-        self.gradients_in = Inbox(self.column, after, 0, device)
+        self.inbox = RecvQueue(self.column, before, queue, device, wire) if not self.is_first else None
+        self.outbox = SendQueue(self.column, after, queue, wire) if not self.is_last else None
+        self.gradients_out = SendQueue(self.column, before, far)  # those of one step
+        self.gradients_in = RecvQueue(self.column, after, 0, device)
         self.copies: Copies | None = None  # of the model's last layer, where heads read with one
 
     # ---- which loss trains whom
 
     def _used(self, loss: int) -> bool:
         """Does a block's loss train any block?"""
-        return self.reduce == "sum" or loss >= self.overlap - 1 or loss == self.num_blocks - 1
+        return self.losses == "sum" or loss >= self.window - 1 or loss == self.num_blocks - 1
 
     def _trained_by(self, block: int) -> list[int]:
         """The losses that train a block, nearest first."""
-        window = range(block, min(block + self.overlap, self.num_blocks))
-        return list(window) if self.reduce == "sum" else [window[-1]]
+        window = range(block, min(block + self.window, self.num_blocks))
+        return list(window) if self.losses == "sum" else [window[-1]]
 
     def _passing(self, boundary: int) -> list[int]:
         """The losses whose gradients cross from a block back to the one before it."""
-        window = range(boundary, min(boundary + self.overlap - 1, self.num_blocks)) if boundary > 0 else range(0)
+        window = range(boundary, min(boundary + self.window - 1, self.num_blocks)) if boundary > 0 else range(0)
         return [loss for loss in window if self._used(loss)]
 
     def _in_one_pass(self, block: int) -> list[int]:
@@ -232,7 +232,9 @@ class LocalParallel(Staged):
             raise RunError(
                 "exits: there are no blocks before the first step; trainer.begin(inputs) cuts the model, too"
             )
-        stages = [filled(stage, tensors) for stage, tensors in zip(self.stages, self.gathered(heads=True), strict=True)]
+        stages = [
+            with_tensors(stage, tensors) for stage, tensors in zip(self.stages, self.gathered(heads=True), strict=True)
+        ]
         return [
             nn.Sequential(*(early.get_submodule("block") for early in stages[: k + 1]), stage.get_submodule("head"))
             for k, stage in enumerate(stages)

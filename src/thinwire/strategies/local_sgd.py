@@ -7,12 +7,12 @@ from typing import Annotated, Any
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
-from thinwire.averaging import Averaging, Outer
 from thinwire.comm.base import Comm
+from thinwire.common.messages import say
 from thinwire.data import Batch, Shard
 from thinwire.errors import RunError, UsageError
-from thinwire.overlap import Alone
-from thinwire.progress import say, say_once
+from thinwire.exchange.gradients import NoExchange
+from thinwire.exchange.parameters import Outer, ParameterAverager
 from thinwire.reducers.base import Reducer
 from thinwire.reducers.mean import mean
 from thinwire.strategies.base import Strategy, consolidated, replicate
@@ -37,9 +37,9 @@ class Periodic(Strategy):
         self.wait = wait
         replicate(model, comm)
         self.learner = Learner(model, recipe)
-        self.alone = Alone(model)
+        self.alone = NoExchange(model)
         own = comm.split([range(comm.size)], comm.link)  # what others send meanwhile must not come between
-        self.averaging = Averaging(model, reducer, own, fragments, outer)
+        self.averaging = ParameterAverager(model, reducer, own, fragments, outer)
         starts = [(i + 1) * every // fragments % every for i in range(fragments)]
         self.fragment_at = {steps: fragment for fragment, steps in enumerate(starts)}
         self.num_steps = 0  # in this epoch
@@ -47,10 +47,12 @@ class Periodic(Strategy):
         self.went_on = [False] * fragments  # which have taken steps since they were last exchanged
 
     def begin_epoch(self, num_steps: int | None) -> None:
-        if num_steps is not None and num_steps < self.every and self.comm.rank == 0 and self.comm.size > 1:
-            say_once(
+        if num_steps is not None and num_steps < self.every and self.comm.size > 1:
+            say(
                 f"every={self.every}, but an epoch has {num_steps} steps and ranks meet at its end: more than "
-                f"{num_steps} saves nothing. To talk less often, call trainer.step without tw.epoch"
+                f"{num_steps} saves nothing. To talk less often, call trainer.step without tw.epoch",
+                self.comm.rank,
+                once=True,
             )
 
     def step(self, batch: Batch) -> Tensor:
@@ -166,8 +168,9 @@ class DiLoCo(Periodic):
         chosen = wait if wait is not None else (0 if fragments == 1 else longest)
         super().__init__(model, recipe, comm, reducer, every, fragments, chosen, Outer(outer_lr, outer_momentum))
         inner = max(group.get("momentum", 0.0) for group in self.learner.optimizer.param_groups)
-        if comm.rank == 0 and min(inner, outer_momentum) > 0.5:
+        if min(inner, outer_momentum) > 0.5:
             say(
-                f"thinwire: diloco: momentum {inner} inside and outer_momentum={outer_momentum} push the same way "
-                "twice; the run may diverge: try outer_momentum=0.5, or adamw inside"
+                f"diloco: momentum {inner} inside and outer_momentum={outer_momentum} push the same way "
+                "twice; the run may diverge: try outer_momentum=0.5, or adamw inside",
+                comm.rank,
             )

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from thinwire.comm.base import Comm
 from thinwire.comm.pipelining import Kind, Pipe
 from thinwire.comm.process import ProcessComm
+from thinwire.common.messages import say
 from thinwire.data import Batch, to_device
 from thinwire.errors import UsageError
-from thinwire.progress import say_once
 from thinwire.reducers.base import Reducer
 from thinwire.reducers.mean import mean
 from thinwire.strategies.learner import Recipe
 from thinwire.strategies.staged import Cut, Staged, fingerprint
-from thinwire.surgery.costs import shown
+from thinwire.surgery.costs import activations
 
 
 class Pipeline(Staged):
@@ -51,7 +51,7 @@ class Pipeline(Staged):
 
     def begin(self, inputs: Tensor, starts: Sequence[int] | None = None) -> None:
         with self._half():
-            passing = shown([unit.module for unit in self.units], inputs[:1].to(self.device))
+            passing = activations([unit.module for unit in self.units], inputs[:1].to(self.device))
         super().begin(inputs, starts)
         assert isinstance(self.column, ProcessComm)
         edges = [passing[i] for i in (*self.starts, len(self.units))]
@@ -81,8 +81,8 @@ class Pipeline(Staged):
             self._tell(len(inputs), count)
         self.learner.drop_gradients()
         own_print = torch.tensor([fingerprint(batch[1])])
-        going = None if self.is_last else self.column.start_send(own_print, self.number + 1)
-        coming = None if self.is_first else self.column.start_recv(own_print, self.number - 1)
+        going = None if self.is_last else self.column.isend(own_print, self.number + 1)
+        coming = None if self.is_first else self.column.irecv(own_print, self.number - 1)
         if coming is not None:  # before torch's own messages: gloo ends the process for one that is too large
             self.check_batch(int(coming.wait()), int(own_print))
         self.learner.loss = self.pipe.step(inputs, targets, count)
@@ -94,8 +94,7 @@ class Pipeline(Staged):
 
     def _tell(self, size: int, count: int) -> None:
         gpipe = f", fewer than {self.num_blocks} blocks, so by gpipe's schedule" if count < self.num_blocks else ""
-        if self.comm.rank == 0:
-            say_once(f"pipeline: a batch of {size} goes in {count} equal microbatches{gpipe}")
+        say(f"pipeline: a batch of {size} goes in {count} equal microbatches{gpipe}", self.comm.rank, once=True)
 
     def _norm_of_the_whole(self, norm: Tensor) -> Tensor:
         """√Σ‖g_k‖² over the blocks, where the gradient is clipped by it."""

@@ -12,21 +12,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from thinwire.comm.base import Comm, in_one_go
+from thinwire.comm.base import Comm, coalesced
+from thinwire.common.messages import say
+from thinwire.common.tensors import named_tensors
 from thinwire.data import Shard, mix
 from thinwire.errors import RunError, UsageError
-from thinwire.overlap import Afterwards, Alone, Exchange
-from thinwire.progress import say_once
+from thinwire.exchange.gradients import AfterBackward, Exchange, NoExchange
 from thinwire.reducers.base import Reducer, restored
 from thinwire.strategies.base import Strategy, average_buffers, replicate
 from thinwire.strategies.learner import Learner, Recipe
-from thinwire.surgery.blocks import Unit, balanced, check_ties, resolved, units_of
-from thinwire.surgery.costs import flops, seconds, shown
-from thinwire.surgery.hollow import filled, hollow, tensors_of
+from thinwire.surgery.blocks import Segment, balanced, check_ties, resolved, segments_of
+from thinwire.surgery.costs import activations, flops, seconds
+from thinwire.surgery.meta import to_meta, with_tensors
 
 Cut = Literal["flops", "time", "parameters"] | list[str]
 EXAMPLE_SAMPLES = 2
-PARCEL_MB = 25.0
+BUCKET_MB = 25.0
 UNEQUAL = 4.0  # times what the others have on average: a block that makes them wait
 
 
@@ -58,7 +59,7 @@ class Staged(Strategy):
             raise UsageError("the model has no parameter to train; set requires_grad on at least one")
         self.name, self.comm, self.recipe, self.cut, self.reducer = name, comm, recipe, cut, reducer
         self.device = next(model.parameters()).device
-        self.units = units_of(model, names)
+        self.units = segments_of(model, names)
         self.num_blocks = _num_blocks(name, names, blocks, self.units, comm)
         if names and blocks not in (None, self.num_blocks):
             raise UsageError(f"{name}: {len(names)} cut(s) make {self.num_blocks} blocks; leave out blocks={blocks}")
@@ -95,15 +96,15 @@ class Staged(Strategy):
         """Cut the model, now that it is known what goes in; every rank keeps its own block. Collective."""
         self.example = inputs[:EXAMPLE_SAMPLES].detach().clone().to(self.device)
         modules = [unit.module for unit in self.units]
-        seen = shown(modules, self.example)
+        seen = activations(modules, self.example)
         self.starts = list(starts) if starts is not None else self._starts(seen)
         ends = [*self.starts[1:], len(self.units)]
         blocks = [nn.Sequential(*modules[a:b]) for a, b in zip(self.starts, ends, strict=True)]
         self._check(blocks)
         heads = self.heads(seen, ends)
         with self.comm.ledger.purpose("start"):
-            weights = [t for head in heads if head is not None for t in tensors_of(head.to(self.device)).values()]
-            in_one_go(weights, self.comm.broadcast)
+            weights = [t for head in heads if head is not None for t in named_tensors(head.to(self.device)).values()]
+            coalesced(weights, self.comm.broadcast)
         self._weigh(blocks[self.number], heads[self.number], seen[self.starts[self.number]], seen[ends[self.number]])
         self._take_apart([Stage(block, head) for block, head in zip(blocks, heads, strict=True)])
         self.begun = True
@@ -122,35 +123,37 @@ class Staged(Strategy):
         """Add up what all stages cost, this one's counted here, and say if one makes the others wait. Collective."""
         own = self.flops_of(block, head, z_in, z), Staged.flops_of(self, block, head, z_in, z)
         with self.comm.ledger.purpose("start"):
-            by_stage = torch.stack(self.column.gather(torch.tensor(own, dtype=torch.float64))) / len(self.example)
+            by_stage = torch.stack(self.column.all_gather(torch.tensor(own, dtype=torch.float64))) / len(self.example)
         self.flops_per_sample, self.backprop_flops_per_sample = by_stage.sum(0).tolist()
         self.shares = (by_stage[:, 0] / max(1.0, self.flops_per_sample)).tolist()
         dearest, others = max(self.shares), max(1, self.num_blocks - 1)
         unequal = self.num_blocks > 1 and dearest > UNEQUAL * (1 - dearest) / others
-        if unequal and self.cut != "time" and self.comm.rank == 0:
+        if unequal and self.cut != "time":
             number = self.shares.index(dearest)
             first = self.units[self.starts[number]].name
-            say_once(
+            say(
                 f"{self.name}: block {number + 1} of {self.num_blocks}, from layer {first} on, has "
                 f"{100 * dearest:.0f} % of the operations, its head's included, and the other ranks will wait for it; "
-                "try fewer blocks, another cut or another head"
+                "try fewer blocks, another cut or another head",
+                self.comm.rank,
+                once=True,
             )
 
     def _take_apart(self, stages: list[Stage]) -> None:
         """Keep this rank's stage, and of the others the shapes alone."""
-        names = {id(t): name for name, t in tensors_of(self.model).items()}
-        self.names = [{n: names.get(id(t), "") for n, t in tensors_of(stage).items()} for stage in stages]
+        names = {id(t): name for name, t in named_tensors(self.model).items()}
+        self.names = [{n: names.get(id(t), "") for n, t in named_tensors(stage).items()} for stage in stages]
         self.stage = copy.deepcopy(stages[self.number])
         self.skeleton, self.stages = self.model, stages
         in_blocks = {name for stage in self.names for name in stage.values()}
-        self.rest = {name: t for name, t in hollow(self.model).items() if name not in in_blocks}
+        self.rest = {name: t for name, t in to_meta(self.model).items() if name not in in_blocks}
         for stage in stages:
-            hollow(stage)
+            to_meta(stage)
         self.model = self.stage
         self.learner = Learner(self.stage, self.recipe)
         alone = self.num_replicas == 1
         self.exchange: Exchange = (
-            Alone(self.stage) if alone else Afterwards(self.stage, self.reducer, self.peers, PARCEL_MB, False)
+            NoExchange(self.stage) if alone else AfterBackward(self.stage, self.reducer, self.peers, BUCKET_MB, False)
         )
 
     def heads(self, seen: Sequence[Tensor], ends: Sequence[int]) -> list[nn.Module | None]:
@@ -206,7 +209,7 @@ class Staged(Strategy):
         tensors = {
             names[n]: t for names, part in zip(self.names, self.gathered(), strict=True) for n, t in part.items()
         }
-        return filled(self.skeleton, self.rest | tensors)
+        return with_tensors(self.skeleton, self.rest | tensors)
 
     def gathered(self, heads: bool = False) -> list[dict[str, Tensor]]:
         """Every stage's tensors on every rank, those of heads too if wanted. Collective."""
@@ -215,13 +218,13 @@ class Staged(Strategy):
         found = []
         with self.comm.ledger.purpose("sync", instead_of="train"):
             for number, stage in enumerate(self.stages):
-                live = tensors_of(mine) if number == self.number else tensors_of(stage)
+                live = named_tensors(mine) if number == self.number else named_tensors(stage)
                 wanted = {n: t for n, t in live.items() if heads or n.startswith("block.")}
                 tensors = {
                     n: torch.empty_like(t, device=self.device) if t.is_meta else t.detach() for n, t in wanted.items()
                 }
                 root = number * self.num_replicas
-                in_one_go(list(tensors.values()), lambda t, root=root: self.comm.broadcast(t, root))  # type: ignore[misc]
+                coalesced(list(tensors.values()), lambda t, root=root: self.comm.broadcast(t, root))  # type: ignore[misc]
                 found.append(tensors)
         return found
 
@@ -250,15 +253,17 @@ class Staged(Strategy):
         self.exchange.states = restored(self.exchange.states, state["reducer"])
 
 
-def _num_blocks(name: str, cut: Sequence[str], blocks: int | None, units: Sequence[Unit], comm: Comm) -> int:
+def _num_blocks(name: str, cut: Sequence[str], blocks: int | None, units: Sequence[Segment], comm: Comm) -> int:
     """As many blocks as asked for; else as many as there are ranks, or fewer where the model has no more layers."""
     possible = [k for k in range(1, comm.size + 1) if comm.size % k == 0 and k <= len(units)]
     asked = len(cut) + 1 if cut else blocks
     if asked is None:
-        if possible[-1] < comm.size and comm.rank == 0:
-            say_once(
+        if possible[-1] < comm.size:
+            say(
                 f"{name}: {possible[-1]} blocks on {comm.size // possible[-1]} ranks each: {comm.size} ranks, and a "
-                f"model that can be cut into {len(units)}"
+                f"model that can be cut into {len(units)}",
+                comm.rank,
+                once=True,
             )
         return possible[-1]
     if asked > len(units):

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from thinwire.surgery.lowrank import Factored, Layer, is_shared_or_hooked, uses
 
 
-class Opened(nn.Module):
+class UnpackedAttention(nn.Module):
     """What an nn.MultiheadAttention computes, with its two projections as ordinary linear layers.
 
     `in_proj` makes queries, keys and values at once where they come from the same input. Not for attention with
@@ -92,13 +92,13 @@ class Opened(nn.Module):
         return total
 
 
-def open_attention(model: nn.Module) -> None:
+def unpack_attention(model: nn.Module) -> None:
     """Replace torch's packed attention modules by ones whose projections are layers; parameters stay the same ones."""
     seen = uses(model)
     for name, module in list(model.named_modules()):
         if name and _can_be_opened(module) and not is_shared_or_hooked(module, seen):
             assert isinstance(module, nn.MultiheadAttention)
-            model.set_submodule(name, Opened(module))
+            model.set_submodule(name, UnpackedAttention(module))
 
 
 def _can_be_opened(module: nn.Module) -> bool:
@@ -107,7 +107,7 @@ def _can_be_opened(module: nn.Module) -> bool:
     return module.in_proj_weight is not None and module.bias_k is None and not module.add_zero_attn
 
 
-def closed(opened: Opened) -> nn.MultiheadAttention:
+def pack_attention(opened: UnpackedAttention) -> nn.MultiheadAttention:
     """torch's attention again; its projections are yet to be filled in."""
     outputs, biased = opened.out_proj, opened.out_proj.bias is not None
     width = len(outputs.weight)

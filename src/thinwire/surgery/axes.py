@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
 from thinwire.errors import UsageError
-from thinwire.surgery.attention import Opened
+from thinwire.surgery.attention import UnpackedAttention
 from thinwire.surgery.lowrank import uses
 from thinwire.surgery.suggestions import not_found
 
@@ -121,14 +121,14 @@ def _declared(model: nn.Module) -> Iterator[Axis]:
         own: Iterable[Axis] = getattr(module, "thinwire_axes", ())
         if not isinstance(own, list | tuple) or not all(isinstance(axis, Axis) for axis in own):
             raise UsageError(f"thinwire_axes of {name or 'the model'} is {own!r}; give a list of tw.Axis")
-        if isinstance(module, Opened):
+        if isinstance(module, UnpackedAttention):
             own = [_heads(module)]
         elif type(module) in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer) and not own:
             own = [_feed_forward(module)]
         yield from (axis.inside(name) for axis in own)
 
 
-def _heads(attention: Opened) -> Axis:
+def _heads(attention: UnpackedAttention) -> Axis:
     """Heads of torch's attention, whose queries, keys and values are made at once."""
     made_by = {f"in_proj.{name}": (0, 3) for name, _ in attention.in_proj.named_parameters()}
     return Axis(attention.num_heads, made_by, {"out_proj.weight": 1}, {"num_heads": 1})

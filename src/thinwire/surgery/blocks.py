@@ -9,20 +9,20 @@ from typing import NamedTuple
 
 from torch import fx, nn
 
+from thinwire.common.tensors import named_tensors
 from thinwire.errors import UsageError
-from thinwire.surgery.hollow import tensors_of
 
 _TRACING = threading.Lock()  # torch.fx replaces the call of every module while it traces one
 
 
-class Unit(NamedTuple):
+class Segment(NamedTuple):
     """A part of a model that is not cut any further, and the layer that it begins with."""
 
     name: str
     module: nn.Module
 
 
-def units_of(model: nn.Module, at: Sequence[str] = ()) -> list[Unit]:
+def segments_of(model: nn.Module, at: Sequence[str] = ()) -> list[Segment]:
     """The smallest parts into which a model may be cut, in the order they run: model(x) = u_n(…u_1(x)).
 
     A unit begins at each layer with a matrix of weights, and at the layers named in `at`; what follows without one
@@ -30,7 +30,7 @@ def units_of(model: nn.Module, at: Sequence[str] = ()) -> list[Unit]:
     exactly one tensor goes into.
 
     >>> net = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
-    >>> [unit.name for unit in units_of(net)]
+    >>> [unit.name for unit in segments_of(net)]
     ['0', '3']
     """
     if type(model) is not nn.Sequential:
@@ -45,7 +45,7 @@ def units_of(model: nn.Module, at: Sequence[str] = ()) -> list[Unit]:
             heavy = False
         heavy = heavy or _has_matrix(layer)
         groups[-1][1].append(layer)
-    return [Unit(name, nn.Sequential(*members)) for name, members in groups]
+    return [Segment(name, nn.Sequential(*members)) for name, members in groups]
 
 
 def _opened(model: nn.Sequential, prefix: str = "") -> list[tuple[str, nn.Module]]:
@@ -74,7 +74,7 @@ class _Outline(fx.Tracer):
         return type(m) is not nn.Sequential and not holds_a_cut
 
 
-def _traced_units(model: nn.Module, at: Sequence[str]) -> list[Unit]:
+def _traced_units(model: nn.Module, at: Sequence[str]) -> list[Segment]:
     tracer = _Outline(at)
     try:
         with _TRACING:
@@ -105,7 +105,7 @@ def _traced_units(model: nn.Module, at: Sequence[str]) -> list[Unit]:
     names = [str(calls[0].target) if calls else "the input", *(str(node.target) for node in cuts)]
     ins = [None, *cuts.values(), None]
     modules = [_part(model, nodes, *ends) for nodes, ends in zip(parts, pairwise(ins), strict=True)]
-    return [Unit(name, module) for name, module in zip(names, modules, strict=True)]
+    return [Segment(name, module) for name, module in zip(names, modules, strict=True)]
 
 
 def _part(model: nn.Module, nodes: Sequence[fx.Node], into: fx.Node | None, out: fx.Node | None) -> fx.GraphModule:
@@ -221,7 +221,7 @@ def check_ties(blocks: Sequence[nn.Module], model: nn.Module) -> None:
         names.setdefault(id(tensor), []).append(name)
     owners: dict[int, int] = {}
     for number, block in enumerate(blocks, 1):
-        for tensor in tensors_of(block).values():
+        for tensor in named_tensors(block).values():
             first = owners.setdefault(id(tensor), number)
             if first != number:
                 tied = " and ".join(dict.fromkeys(names[id(tensor)]))

@@ -17,7 +17,7 @@ TIMED_RUNS = 3
 
 
 @torch.no_grad()
-def shown(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
+def activations(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
     """What goes into each module, and what comes out of the last, when they run one after the other in eval mode."""
     seen = [x]
     for module in modules:

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.common.tensors import named_tensors
 from thinwire.data import mix
 from thinwire.errors import UsageError
 from thinwire.surgery.axes import Axis, Blocks
-from thinwire.surgery.hollow import filled, tensors_of
+from thinwire.surgery.meta import with_tensors
 
-Hand = list[Tensor]  # the units of each axis that one rank has, in order
+UnitIndices = list[Tensor]  # the units of each axis that one rank has, in order
 Places = tuple[Tensor | None, ...]  # along each dimension of a tensor; None is all of it
 
 
@@ -24,7 +25,7 @@ class Slices:
     """
 
     def __init__(self, model: nn.Module, axes: Sequence[Axis] | Blocks) -> None:
-        self.tensors = {name: t.detach().to("meta") for name, t in tensors_of(model).items()}
+        self.tensors = {name: t.detach().to("meta") for name, t in named_tensors(model).items()}
         self.axes: list[Axis | Blocks] = [axes] if isinstance(axes, Blocks) else list(axes)
         self.along: dict[str, dict[int, tuple[int, int]]] = {name: {} for name in self.tensors}  # dim → axis, repeats
         self.block: dict[str, int] = {}  # the block that a tensor belongs to
@@ -39,7 +40,7 @@ class Slices:
                 if name in self.along:  # else it is a cache, which every rank makes for itself
                     self.along[name][dim] = (number, repeats)
 
-    def places(self, name: str, hand: Hand) -> Places | None:
+    def places(self, name: str, hand: UnitIndices) -> Places | None:
         """Where in a tensor a rank's part lies; None if it has none of it."""
         if name in self.block and self.block[name] not in hand[0]:
             return None
@@ -53,7 +54,7 @@ class Slices:
         """Whether no element of a tensor belongs to two ranks."""
         return bool(self.along[name])
 
-    def count(self, hand: Hand) -> int:
+    def count(self, hand: UnitIndices) -> int:
         """How many elements a rank's part has, of all tensors together."""
         total = 0
         for name, tensor in self.tensors.items():
@@ -118,7 +119,7 @@ def _index(places: Places, tensor: Tensor) -> tuple[Tensor | slice, ...]:
 # ---- dealing
 
 
-def deal(sizes: Sequence[int], shares: Sequence[float], *numbers: int) -> list[Hand]:
+def deal(sizes: Sequence[int], shares: Sequence[float], *numbers: int) -> list[UnitIndices]:
     """Every unit of each axis to one rank, at random: a function of the numbers (seed and round), so none need travel.
 
     Ranks get numbers of units in proportion to their shares, at least one each. Where there are fewer units than ranks,
@@ -127,7 +128,7 @@ def deal(sizes: Sequence[int], shares: Sequence[float], *numbers: int) -> list[H
     >>> [hand[0].tolist() for hand in deal([5], [1, 1], 0, 0)]
     [[1, 2, 4], [0, 3]]
     """
-    hands: list[Hand] = [[] for _ in shares]
+    hands: list[UnitIndices] = [[] for _ in shares]
     for axis, size in enumerate(sizes):
         order = torch.randperm(size, generator=torch.Generator().manual_seed(mix(*numbers, axis)))
         if size < len(shares):
@@ -156,13 +157,15 @@ def portions(size: int, shares: Sequence[float]) -> list[int]:
 # ---- narrow networks
 
 
-def narrow(model: nn.Module, slices: Slices, hand: Hand, tensors: Mapping[str, Tensor], scaled: bool) -> nn.Module:
+def narrow(
+    model: nn.Module, slices: Slices, hand: UnitIndices, tensors: Mapping[str, Tensor], scaled: bool
+) -> nn.Module:
     """The narrow network of one rank's units, of the same depth, from its parts of the tensors.
 
     Blocks that others have are left out. With `scaled`, what takes units in gets them times (all / those here), so that
     sums are as large as in the whole network, unless a norm follows.
     """
-    made = filled(model, tensors)
+    made = with_tensors(model, tensors)
     for axis, units in zip(slices.axes, hand, strict=True):
         times = axis.size / len(units) if scaled and not axis.normed else 1.0
         if isinstance(axis, Blocks):
@@ -206,7 +209,7 @@ class _TimesOutput:
         return output * self.factor
 
 
-def eased(slices: Slices, hands: Sequence[Hand], all_axes: bool = False) -> dict[str, float]:
+def eval_scales(slices: Slices, hands: Sequence[UnitIndices], all_axes: bool = False) -> dict[str, float]:
     """What to multiply tensors of the whole network by, so that its sums are as large as those of narrow ones.
 
     Where a norm follows, nothing, unless `all_axes` are asked for.

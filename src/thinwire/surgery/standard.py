@@ -8,7 +8,7 @@ from collections.abc import Collection
 from torch import nn
 from torch.nn.utils import parametrize
 
-from thinwire.surgery.attention import Opened, closed
+from thinwire.surgery.attention import UnpackedAttention, pack_attention
 from thinwire.surgery.lowrank import Factored, merge
 
 
@@ -19,7 +19,7 @@ def standard(model: nn.Module, read: Collection[str] = ()) -> nn.Module:
     layer, as torch's attention does, the weight becomes a parametrization: `original` and the weight of an nn.Linear.
     """
     for name, module in list(model.named_modules()):
-        if isinstance(module, Opened):
+        if isinstance(module, UnpackedAttention):
             model.set_submodule(name, _attention(module))
         elif isinstance(module, Factored) and name:
             inside = model.get_submodule(name.rpartition(".")[0])
@@ -41,8 +41,8 @@ def _product(layer: Factored) -> nn.Module:
     return full
 
 
-def _attention(opened: Opened) -> nn.MultiheadAttention:
-    packed = closed(opened)
+def _attention(opened: UnpackedAttention) -> nn.MultiheadAttention:
+    packed = pack_attention(opened)
     for owner, name, layer in (
         (packed, "in_proj_weight", opened.in_proj),
         (packed.out_proj, "weight", opened.out_proj),

@@ -1,0 +1,50 @@
+"""Files that are whole or not there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from thinwire.errors import RunError
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A folder for the life of this process; those that killed processes of this user left behind are removed first."""
+    parent = Path(tempfile.gettempdir())
+    for left in parent.glob("thinwire-*-*"):
+        pid = left.name.split("-")[1]
+        if pid.isdigit() and not Path("/proc", pid).exists() and left.lstat().st_uid == os.getuid():
+            shutil.rmtree(left, ignore_errors=True)  # a link is left alone
+    with tempfile.TemporaryDirectory(prefix=f"thinwire-{os.getpid()}-") as path:
+        yield Path(path)
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a new file beside `path`, then put it in place at once; on failure nothing is left behind."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(temporary)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space" in str(error)
+        remedy = "free some space and --resume" if full else "choose another --out"
+        raise RunError(
+            f"cannot write {path}: {error.strerror or error}; {remedy}. What was written before is untouched"
+        ) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a text file at once."""
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))

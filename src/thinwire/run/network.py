@@ -1,0 +1,102 @@
+"""The network of a run: hosts and link as asked for, or an honest word that there are none."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Literal, NamedTuple
+
+from thinwire import netlab
+from thinwire.comm.world import place
+from thinwire.common.formats import format_rate
+from thinwire.common.messages import print_line
+from thinwire.config import RunConfig
+from thinwire.errors import RunError, UsageError
+
+State = Literal["shaped", "off", "not shaped"]
+MOST_PASSED_FILES = 253  # that Linux passes from process to process in one message (SCM_MAX_FD)
+FILES, FILES_PER_RANK = 40, 7  # open in the launcher, or in a rank, at most: measured, and some room
+
+
+class LinkReport(NamedTuple):
+    """What the launcher knows of the network that a run is on."""
+
+    on_hosts: bool = False  # ranks are on netlab's hosts, whose counters count nothing else
+    state: State | None = None
+    rate_mbit: float | None = None  # measured
+    latency_ms: float | None = None
+
+    def mixed_with(self, before: State | None) -> LinkReport:
+        """The report of a run part of which was on another network: as bad as the worse of them."""
+        order: list[State | None] = [None, "shaped", "off", "not shaped"]
+        return self._replace(state=max(self.state, before, key=order.index))
+
+
+def check_ranks(ranks: int) -> None:
+    """Raise UsageError for more ranks than this machine can start."""
+    by_start = (MOST_PASSED_FILES - 4) // 2  # each rank is given both ends of a pipe for every rank, and 4 files
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    by_limit = by_start if limit == resource.RLIM_INFINITY else max(1, (limit - FILES) // FILES_PER_RANK)
+    if ranks <= min(by_start, by_limit):
+        return
+    needed = FILES + FILES_PER_RANK * min(ranks, by_start)
+    raised = f" (with at most {limit} open files; ulimit -n {needed} allows more)" if by_limit < by_start else ""
+    raise UsageError(
+        f"--ranks {ranks}: one machine starts {min(by_start, by_limit)} at most{raised}; for more, start them on "
+        "several machines with torchrun or srun, or try the method on threads of one process: tw.simulate in Python"
+    )
+
+
+def check_network(config: RunConfig) -> None:
+    """Raise UsageError for ranks, hosts or a link that cannot be."""
+    check_ranks(config.ranks or 1)
+    if config.link is not None:
+        netlab.parse_link(config.link)
+    if config.nodes is None and config.link is None:
+        return
+    option = "--link" if config.link is not None else "--nodes"
+    ranks = config.ranks or 1
+    if ranks == 1:
+        raise UsageError(f"{option} is about several ranks, and there is one; try --ranks 4")
+    if config.nodes == 1 and config.link is not None:
+        raise UsageError("--link joins nodes, and --nodes 1 puts all ranks on one; try --nodes 2")
+    place(ranks, config.nodes or ranks)
+
+
+@contextmanager
+def network(config: RunConfig) -> Iterator[netlab.Lab | None]:
+    """The hosts that a config asks for; none if it asks for none, or, unless it is strict, if none can be had."""
+    if config.nodes is None and config.link is None:
+        yield None
+        return
+    with ExitStack() as stack:
+        lab = None
+        try:
+            lab = stack.enter_context(netlab.hosts(config.nodes or config.ranks or 1, config.link))
+            if lab.untaken:
+                print_line(f"warning: hosts keep this machine's {', '.join(lab.untaken)}: times may differ on others")
+        except netlab.NotAllowed as error:
+            if config.strict:
+                raise
+            print_line(f"warning: {error}. Going on without: times are not shaped")
+        yield lab
+
+
+def check_link(lab: netlab.Lab | None, config: RunConfig) -> LinkReport:
+    """Measure the link; a strict config has no use for one that is off."""
+    if lab is None:
+        return LinkReport(state="not shaped" if config.link is not None else None)
+    if lab.link is None:
+        return LinkReport(on_hosts=True)
+    measured = lab.measure()
+    if measured.is_off(lab.link):
+        measured = lab.measure()  # a busy moment of the machine is not the link's fault
+    report = LinkReport(True, "off" if measured.is_off(lab.link) else "shaped", *measured)
+    if report.state == "off":
+        found = f"{format_rate(measured.rate_mbit)} Mbit/s and {measured.latency_ms:.2f} ms were measured"
+        message = f"--link {config.link}, but {found}"
+        if config.strict:
+            raise RunError(f"{message}; the machine may be too busy or too slow for it: try a slower link")
+        print_line(f"warning: {message}")
+    return report

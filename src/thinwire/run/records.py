@@ -1,0 +1,131 @@
+"""The run folder: config.toml, metrics, ledger and timeline as .jsonl, summary.json, checkpoints, the models."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from thinwire.common.files import write_text
+from thinwire.config import RunConfig, make_config, read_toml
+from thinwire.errors import RunError, UsageError
+
+
+class RunFolder:
+    """What one run leaves behind. Only rank 0 writes here, apart from checkpoints."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.toml"
+        self.metrics = path / "metrics.jsonl"
+        self.ledger = path / "ledger.jsonl"
+        self.timeline = path / "timeline.jsonl"
+        self.summary = path / "summary.json"
+        self.model = path / "model.safetensors"
+        self.factored_model = path / "model-factored.safetensors"
+        self.sharded_model = path / "model"
+        self.checkpoints = path / "checkpoints"
+
+    def exit_model(self, number: int) -> Path:
+        """The model that ends with its first so many blocks."""
+        return self.path / f"exit-{number}.safetensors"
+
+    @staticmethod
+    def new(config: RunConfig) -> RunFolder:
+        """A folder for a new run, not made yet; one that holds a run already is refused, never written over."""
+        folder = RunFolder(config.out or _free_name(config))
+        if folder.path.exists() and not folder.path.is_dir():
+            raise UsageError(f"--out {folder.path} is a file; give a folder")
+        if folder.config.exists():
+            raise UsageError(f"{folder.path} holds a run already; add --resume to go on with it, or give another --out")
+        files = (folder.metrics, folder.ledger, folder.timeline, folder.summary, folder.model, folder.factored_model)
+        for left in (*files, folder.sharded_model, folder.checkpoints, folder.exit_model(1)):
+            if left.exists():
+                raise UsageError(f"{folder.path} holds {left.name} of a run without config.toml; give another --out")
+        parent = next(p for p in (folder.path, *folder.path.absolute().parents) if p.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            raise UsageError(f"cannot make --out {folder.path}: {parent} is not a folder that can be written to")
+        return folder
+
+    @staticmethod
+    def existing(path: Path | None) -> RunFolder:
+        """The folder of a run to resume."""
+        if path is None:
+            raise UsageError("--resume needs --out, the folder of the run to go on with")
+        folder = RunFolder(path)
+        if not folder.config.exists():
+            new = "give the settings of a new one too, as --task" if is_free(path) else "give another for a new one"
+            raise UsageError(f"{path} holds no run (no config.toml); check --out{_near(path)}, or {new}")
+        return folder
+
+    def save_config(self, config: RunConfig) -> None:
+        write_text(self.config, config.to_toml())
+
+    def forget_if_empty(self) -> None:
+        """Leave nothing of a run that failed before its first checkpoint, so that it can be tried again."""
+        if self.path.is_dir() and {p.name for p in self.path.iterdir()} <= {self.config.name}:
+            self.config.unlink(missing_ok=True)
+            with suppress(OSError):  # another rank of this disk was quicker
+                self.path.rmdir()
+
+    def load_config(self) -> RunConfig:
+        return make_config(read_toml(self.config), source=str(self.config))
+
+    def append(self, file: Path, rows: list[dict[str, Any]]) -> None:
+        """Add lines; a line is whole or, after a crash, ignored."""
+        try:
+            with file.open("a", encoding="utf-8") as stream:
+                stream.write("".join(json.dumps(row) + "\n" for row in rows))
+        except OSError as error:
+            raise RunError(f"cannot write {file}: {error.strerror}; free some space and --resume") from error
+
+    def append_ledger(self, where: dict[str, Any], ledgers: list[list[dict[str, Any]]], final: bool = False) -> None:
+        """Add the totals of all ranks: after an epoch, or the final ones, which add up to the summary."""
+        where = {**where, "final": True} if final else where
+        rows = [{**where, "rank": rank, **line} for rank, ledger in enumerate(ledgers) for line in ledger]
+        self.append(self.ledger, rows)
+
+    def save_timeline(self, rows: list[dict[str, Any]]) -> None:
+        write_text(self.timeline, "".join(json.dumps(row) + "\n" for row in rows))
+
+    def forget_after(self, step: int) -> None:
+        """Drop the lines of steps that a resumed run will do again, and the final ones: it will end once more."""
+        for file in (self.metrics, self.ledger):
+            kept = [row for row in read_rows(file) if row["step"] <= step and not row.get("final")]
+            write_text(file, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def save_summary(self, summary: dict[str, Any]) -> None:
+        write_text(self.summary, json.dumps(summary, indent=2) + "\n")
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The whole lines of a .jsonl file; a missing file has none."""
+    rows = []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue  # half a line: the run was stopped while writing it
+    return rows
+
+
+def is_free(path: Path) -> bool:
+    """Whether there is nothing at a path: no file, and no folder that holds something."""
+    return not path.exists() or (path.is_dir() and not any(path.iterdir()))
+
+
+def _near(path: Path) -> str:
+    """The folder beside a path that holds a run and has nearly its name, as a question."""
+    runs = [config.parent.name for config in path.parent.glob("*/config.toml")]
+    near = difflib.get_close_matches(path.name, runs, n=1)
+    return f" (did you mean {path.parent / near[0]}?)" if near else ""
+
+
+def _free_name(config: RunConfig) -> Path:
+    words = (re.findall(r"\w+", text.rpartition(":")[2]) or ["run"] for text in (config.task, config.strategy))
+    stem = "-".join(word[0] for word in words)
+    return next(p for i in range(1, 10**6) if not (p := Path("runs") / f"{stem}-{i}").exists())

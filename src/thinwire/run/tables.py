@@ -1,0 +1,110 @@
+"""The result of one run, as a table for a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from thinwire.comm.ledger import TRAINING, bytes_of
+from thinwire.common.formats import format_bytes, format_count, format_metric, format_rate, format_seconds
+
+
+def result_table(summary: dict[str, Any], ledgers: list[list[dict[str, Any]]]) -> Group:
+    """The end of a run: what it reached, and what all ranks together sent for each purpose."""
+    value = format_metric(summary["value"], summary["metric"])
+    ranks = f"{summary['ranks']} rank{'s' * (summary['ranks'] != 1)}"
+    title = f"{summary['task']} · {summary['strategy']} · {ranks} · {summary['metric']} {value}"
+    table = Table(box=box.SIMPLE_HEAD)
+    table.padding, table.collapse_padding = (0, 1), True
+    words = (
+        f"{format_seconds(summary['seconds'])} in all, {format_seconds(summary['train_seconds'])} of it training, "
+        f"{100 * summary['waiting_share']:.0f} % of that waiting for the network; "
+        f"{summary['parameters']:,} parameters\n{_factored_line(summary)}{_blocks_line(summary)}"
+        f"{_sent_line(summary)}"
+    )
+    if summary["nodes"] > 1 or summary["link"]:
+        words += f"\n{network_line(summary)}"
+    for heading in ("purpose", "group", "operation"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("ranks", "calls", "payload", "wire", "time"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in sorted(_added_up(ledgers), key=lambda row: -row["wire_bytes"]):
+        numbers = (
+            f"{row['calls']:,}",
+            format_bytes(row["payload_bytes"]),
+            format_bytes(row["wire_bytes"]),
+            format_seconds(row["seconds"]),
+        )
+        table.add_row(row["purpose"], row["link"], row["op"], str(row["ranks"]), *numbers)
+    return Group(Text(title, style="italic"), table, Text(words))
+
+
+def _added_up(ledgers: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The ledgers of all ranks as one; its times are those of the rank that took longest."""
+    lines: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in (row for ledger in ledgers for row in ledger):
+        key = tuple(row[name] for name in ("purpose", "link", "op", "ranks"))
+        line = lines.setdefault(key, {**row, "calls": 0, "payload_bytes": 0, "wire_bytes": 0, "seconds": 0.0})
+        for name in ("calls", "payload_bytes", "wire_bytes"):
+            line[name] += row[name]
+        line["seconds"] = max(line["seconds"], row["seconds"])
+    return list(lines.values())
+
+
+def _sent_line(summary: dict[str, Any]) -> str:
+    sent, ranks = summary["wire_bytes_by_purpose"], summary["ranks"]
+    total, training = bytes_of(sent), bytes_of(sent, TRAINING)
+    words = f"sent {format_bytes(total)} by all ranks, {format_bytes(training)} of it in training"
+    return (
+        f"{words}; {format_bytes(total / ranks)} by a rank on average; times are of the slowest" if ranks > 1 else words
+    )
+
+
+def _factored_line(summary: dict[str, Any]) -> str:
+    small = summary["factored"]
+    if not small:
+        return ""
+    value = format_metric(small["value"], summary["metric"])
+    return (
+        f"with low-rank layers as two thin ones: {small['parameters']:,} parameters ({small['ratio']:.1f} : 1), "
+        f"{format_bytes(small['bytes'])} instead of {format_bytes(summary['model_bytes'])}, "
+        f"{summary['metric']} {value}\n"
+    )
+
+
+def _blocks_line(summary: dict[str, Any]) -> str:
+    """What blocks cost that train themselves, and how well each would do as the end of the model."""
+    flops, backprop = summary.get("flops_per_sample"), summary.get("backprop_flops_per_sample")
+    if not flops or not backprop:
+        return ""
+    words = f"{format_count(flops)} operations to train on a sample, {flops / backprop:.2f} of backpropagation's\n"
+    exits = ", ".join(format_metric(exit["value"], summary["metric"]) for exit in summary["exits"])
+    return words + (f"{summary['metric']} of early exits, first block first: {exits}\n" if exits else "")
+
+
+def network_line(summary: dict[str, Any]) -> str:
+    """Nodes, link and what crossed it, in words."""
+    words = [f"{summary['nodes']} nodes" if summary["nodes"] > 1 else "1 node"]
+    if summary["link"]:
+        words.append(f"link {summary['link']}, {link_words(summary)}")
+    if summary["kernel_bytes_by_link"]:
+        ledger, kernel = (summary[f"{who}_bytes_by_link"]["between"] for who in ("wire", "kernel"))
+        words.append(f"between nodes {format_bytes(ledger)} by the ledger, {format_bytes(kernel)} by the kernel")
+    return "; ".join(words)
+
+
+def link_words(summary: dict[str, Any]) -> str:
+    """How the link of a run turned out.
+
+    >>> link_words({"link_state": "off", "link_measured": {"rate_mbit": 70.0, "latency_ms": 0.01}})
+    'measured 70 Mbit/s, 0.01 ms: OFF by more than 10 %'
+    """
+    measured = summary["link_measured"]
+    if measured is None:
+        return "NOT SHAPED"
+    words = f"measured {format_rate(measured['rate_mbit'])} Mbit/s, {measured['latency_ms']:.2f} ms"
+    return f"{words}: OFF by more than 10 %" if summary["link_state"] == "off" else words

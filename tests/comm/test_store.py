@@ -1,0 +1,137 @@
+"""Ranks meet at one address of rank 0's machine, and nobody listens anywhere else."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests import programs
+from thinwire.comm import store as meeting
+from thinwire.comm.store import addresses_of, interface_towards, meet, own_addresses
+from thinwire.comm.world import World
+from thinwire.errors import RunError, UsageError
+
+SCRIPT = """
+import thinwire as tw
+from tests.comm.test_meeting import listening
+with tw.join() as comm:
+    comm.barrier()
+    print(*sorted(listening()))
+    comm.barrier()
+"""
+OWN = own_addresses()
+LAN = [address for address in OWN if not ipaddress.ip_address(address).is_loopback and ":" not in address]
+
+
+def listening() -> set[str]:
+    """The addresses that this process listens at, by the kernel's tables."""
+    links = [os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
+    own = {link[8:-1] for link in links if link.startswith("socket:[")}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == "0A" and rest[5] in own:
+                raw = bytes.fromhex(local.split(":")[0])
+                address = ipaddress.ip_address(b"".join(raw[i : i + 4][::-1] for i in range(0, len(raw), 4)))
+                found.add(str(getattr(address, "ipv4_mapped", None) or address))
+    return found
+
+
+def free_port(address: str) -> str:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as free:
+        return str(free.getsockname()[1])
+
+
+def ranks(folder: Path, master: str, port: str, size: int = 2, **more: str) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of each rank of a world that was started by hand."""
+    script = folder / "listening.py"
+    script.write_text(SCRIPT)
+    world = {"MASTER_ADDR": master, "MASTER_PORT": port, "WORLD_SIZE": str(size), "PYTHONPATH": str(quick.ROOT)}
+    started = [
+        subprocess.Popen(
+            [*programs.PYTHON, str(script)], env={**os.environ, **world, "RANK": str(rank), **more}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    try:
+        outputs = [one.communicate(timeout=60) for one in started]
+    finally:
+        for one in started:
+            one.kill()
+            one.wait()
+    return [(one.returncode, *output) for one, output in zip(started, outputs, strict=True)]
+
+
+@pytest.mark.usefixtures("program_server")
+@pytest.mark.parametrize("master", ["127.0.0.2", *[a for a in ("::1",) if a in OWN]])
+def test_the_store_listens_at_master_addr_alone_and_gloo_on_the_interface_that_leads_there(
+    master: str, tmp_path: Path
+) -> None:
+    found = ranks(tmp_path, master, free_port(master))
+    assert [code for code, _, _ in found] == [0, 0], found
+    assert found[0][1].split() == sorted({master, "127.0.0.1"})
+    assert found[1][1].split() == ["127.0.0.1"]
+
+
+def world(address: str, rank: int = 0, port: int = 29500) -> World:
+    return World(rank, 2, local_rank=0, local_size=1, address=address, port=port, launcher="torchrun")
+
+
+def test_an_address_of_another_machine_is_refused_by_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError) as caught:
+        meet(world("192.0.2.77"))
+    for part in ("192.0.2.77 is no address of this machine", socket.gethostname(), "127.0.0.1", "set MASTER_ADDR"):
+        assert part in str(caught.value)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    with pytest.raises(UsageError, match="give torchrun on each machine --local-addr"):
+        meet(world("192.0.2.77", port=29501))
+
+
+def test_a_name_that_stands_for_this_machine_alone_is_refused_by_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian has the host's own name stand for 127.0.1.1, where no other machine could reach it."""
+    monkeypatch.setattr(meeting, "addresses_of", lambda host: ("127.0.1.1",))
+    with pytest.raises(UsageError, match=r"node7 \(127.0.1.1\) is this machine alone.*set MASTER_ADDR"):
+        meet(world("node7"))
+
+
+@pytest.mark.parametrize(("rank", "name"), [(0, "gpu03.invalid"), (1, "gpu03.invalid"), (1, "gpu..03")])
+def test_a_name_that_nobody_knows_is_told_once_and_then_an_error(
+    rank: int, name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(meeting, "RESOLVE_SECONDS", 0.05)
+    with pytest.raises(RunError, match=rf"nobody knows the name {name}.*set MASTER_ADDR on every rank"):
+        meet(world(name, rank))
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"rank {rank} cannot find rank 0's machine: nobody knows the name {name} (")
+    assert line.endswith("trying again for 0.05 s")
+
+
+def test_a_rank_that_waits_at_an_address_of_this_machine_alone_says_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    port = int(free_port("127.0.0.1"))
+    monkeypatch.setattr(meeting, "WAIT_QUIETLY_SECONDS", 0.01)
+    monkeypatch.setattr(meeting, "JOIN_SECONDS", 0.5)
+    with pytest.raises(RunError, match="did not meet all 2 ranks at 127"):
+        meet(world("127.0.0.1", port=port))
+    said = capfd.readouterr().err
+    assert f"rank 0 is waiting at 127.0.0.1:{port} for all 2 ranks; 127.0.0.1 reaches this machine alone" in said
+
+
+def test_interfaces_are_found_for_names_and_addresses() -> None:
+    assert OWN["127.0.0.1"] == "lo"
+    assert addresses_of("localhost")[0] == "127.0.0.1", "also where ::1 comes first"
+    assert interface_towards("127.0.0.1") == interface_towards("localhost") == interface_towards("127.0.0.9") == "lo"
+    assert interface_towards("gpu03.invalid") is None
+    if "::1" in OWN:
+        assert interface_towards("::1") == "lo"
+    for address in LAN:
+        assert interface_towards(address) == OWN[address] != "lo"

@@ -1,0 +1,338 @@
+"""Whole runs as a user starts them: real processes, real signals, real exit codes."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import programs
+from tests.test_worker import same_files, timeless
+from thinwire.run.records import read_rows
+
+pytestmark = pytest.mark.usefixtures("program_server")
+
+ROOT = Path(__file__).parent.parent
+SCRATCH = tempfile.mkdtemp(prefix="tw-")  # short: the path of a socket has a limit
+FAST = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100", "TMPDIR": SCRATCH}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scratch() -> Iterator[None]:
+    """What killed runs leave in the folder for temporary files goes with it."""
+    Path(SCRATCH).mkdir(exist_ok=True)
+    yield
+    shutil.rmtree(SCRATCH)
+
+
+def start(*args: str, env: dict[str, str] = FAST, program: tuple[str, ...] = ("-m", "thinwire")) -> Any:
+    return subprocess.Popen(
+        [sys.executable, *program, *args], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def finish(process: Any, seconds: float = 90) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    assert session_members(process.pid) == [], "processes of the run are left"
+    return process.returncode, out, err
+
+
+def run_quickly(*args: str) -> tuple[int, str, str]:
+    """Train, started from a process that has imported torch."""
+    command = [*programs.PYTHON, "-m", "thinwire", "train", *args]
+    with tempfile.TemporaryFile("w+") as session:
+        noted = {**FAST, programs.NOTE: str(session.fileno())}
+        done = subprocess.run(
+            command, env=noted, text=True, capture_output=True, timeout=90, check=False, pass_fds=[session.fileno()]
+        )
+        session.seek(0)
+        assert session_members(int(session.read())) == [], "processes of the run are left"
+    return done.returncode, done.stdout, done.stderr
+
+
+def session_members(session: int) -> list[int]:
+    """Processes of a session that are alive, waiting a moment for the last of them to end."""
+    for _ in range(100):
+        found = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(fields[3]) == session and fields[0] not in "ZX":
+                found.append(int(stat.parent.name))
+        if not found:
+            return []
+        time.sleep(0.05)
+    return found
+
+
+def run(*args: str, **options: Any) -> tuple[int, str, str]:
+    return finish(start(*args, **options))
+
+
+def noisy(**options: Any) -> str:
+    inside = ", ".join(f"{key}={value!r}" for key, value in options.items())
+    return f"tests.user_task:noisy({inside})"
+
+
+def test_train_prints_a_table_and_leaves_no_process(tmp_path: Path) -> None:
+    code, out, err = run("train", "--ranks", "2", "--epochs", "2", "--out", str(tmp_path / "run"))
+    assert code == 0, err
+    assert os.listdir(SCRATCH) == [], "temporary files were left"
+    assert "digits · data_parallel · 2 ranks · accuracy" in out
+    assert "all_reduce" in out
+    assert "epoch 2/2" in err
+    assert {p.name for p in (tmp_path / "run").iterdir()} == {
+        "checkpoints", "config.toml", "ledger.jsonl", "metrics.jsonl", "model.safetensors", "summary.json",
+        "timeline.jsonl",
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("undisturbed") / "run"
+    code, _, err = run_quickly("--task", noisy(), "--ranks", "2", "--checkpoint-every", "4", "--out", str(out))
+    assert code == 0, err
+    return out
+
+
+CASES = [(random.Random(i).randrange(2), random.Random(i + 100).randrange(1, 30)) for i in range(2)]
+
+
+@pytest.mark.parametrize(("rank", "step"), CASES)
+def test_kill_9_and_automatic_restart_end_bit_for_bit_the_same(
+    tmp_path: Path, undisturbed: Path, rank: int, step: int
+) -> None:
+    out = tmp_path / "run"
+    task = noisy(fault="kill", rank=rank, step=step, once=str(tmp_path / "killed"))
+    code, _, err = run_quickly(
+        "--task", task, "--ranks", "2", "--checkpoint-every", "4", "--restarts", "1", "--out", str(out)
+    )
+    assert code == 0, err
+    assert (tmp_path / "killed").exists()
+    assert "a rank died; restart 1 of 1" in err
+    assert same_files(undisturbed, out)
+    assert timeless(undisturbed, "metrics.jsonl") == timeless(out, "metrics.jsonl")
+    assert timeless(undisturbed, "ledger.jsonl") == timeless(out, "ledger.jsonl")
+
+
+def test_kill_9_without_restart_names_the_rank_and_resume_goes_on(tmp_path: Path, undisturbed: Path) -> None:
+    out = tmp_path / "run"
+    task = noisy(fault="kill", rank=1, step=17, once=str(tmp_path / "killed"))
+    begin = time.monotonic()
+    code, _, err = run_quickly("--task", task, "--ranks", "2", "--checkpoint-every", "4", "--out", str(out))
+    assert code == 1
+    assert "rank 1" in err
+    assert "SIGKILL" in err
+    assert "Traceback" not in err
+    assert time.monotonic() - begin < 30
+    code, _, err = run_quickly("--out", str(out), "--resume")
+    assert code == 0, err
+    assert "resuming at step 16" in err
+    assert same_files(undisturbed, out)
+
+
+def test_torchruns_own_restarts_resume_too(tmp_path: Path, undisturbed: Path) -> None:
+    task = noisy(fault="kill", rank=1, step=17, once=str(tmp_path / "killed"))
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+    code, _, err = run(
+        "-m", "thinwire", "train", "--task", task, "--checkpoint-every", "4", "--out", str(tmp_path / "run"),
+        program=torchrun, env={**FAST, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+    )  # fmt: skip
+    assert code == 0, err
+    assert "resuming at step 16" in err
+    assert same_files(undisturbed, tmp_path / "run")
+
+
+def test_what_would_only_happen_again_is_not_restarted(tmp_path: Path) -> None:
+    code, _, err = run_quickly("--model", "vgg16", "--restarts", "3", "--out", str(tmp_path / "run"))
+    assert code == 2
+    assert err == "thinwire: vgg16 halves the image five times and needs 32×32 pixels; this task has 8×8\n"
+
+
+def test_a_restart_says_why(tmp_path: Path) -> None:
+    task = noisy(fault="raise", rank=1, step=5, once=str(tmp_path / "raised"))
+    code, _, err = run_quickly("--task", task, "--ranks", "2", "--restarts", "1", "--out", str(tmp_path / "run"))
+    assert code == 0, err
+    assert "rank 1 failed: ZeroDivisionError: a fault of the user's own; restart 1 of 1" in err
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "diloco(every=4, fragments=2)"])  # one is always on its way
+def test_an_error_in_users_code_shows_its_rank_and_traceback(strategy: str, tmp_path: Path) -> None:
+    task = noisy(fault="raise", rank=1, step=5)
+    code, _, err = run_quickly("--strategy", strategy, "--task", task, "--ranks", "2", "--out", str(tmp_path / "run"))
+    assert code == 1
+    assert [p for p in os.listdir(SCRATCH) if "errorfile" in p] == [], "temporary files were left"
+    assert "rank 1 failed: ZeroDivisionError: a fault of the user's own" in err
+    assert "user_task.py" in err
+    assert "lost contact" not in err
+
+
+def test_a_killed_launcher_leaves_no_rank_behind(tmp_path: Path) -> None:
+    process = start(
+        "train", "--task", noisy(fault="slow"), "--ranks", "2", "--epochs", "50", "--out", str(tmp_path / "run")
+    )
+    for _ in range(600):
+        if (tmp_path / "run" / "metrics.jsonl").exists():
+            break
+        time.sleep(0.05)
+    process.kill()
+    process.communicate(timeout=30)
+    assert session_members(process.pid) == []
+
+
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_ranks_and_what_is_finished_is_kept(tmp_path: Path, sig: signal.Signals) -> None:
+    out = tmp_path / "run"
+    process = start("train", "--task", noisy(fault="slow"), "--ranks", "2", "--epochs", "50", "--out", str(out))
+    for _ in range(600):
+        if read_rows(out / "metrics.jsonl") and any((out / "checkpoints").glob("*/rank-1.json")):
+            break
+        time.sleep(0.05)
+    os.killpg(process.pid, sig)  # as a terminal does
+    code, _, err = finish(process, 30)
+    assert code == 130
+    assert err.splitlines()[-1] == f"thinwire: stopped by {sig.name}; --resume goes on from the last checkpoint"
+    assert all(line.startswith(("epoch", "step", "thinwire:")) for line in err.splitlines()), err
+
+
+def test_torchrun_worlds_are_joined(tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port")
+    port = free_port()
+    code, out, err = run(
+        port, "-m", "thinwire", "train", "--task", "digits", "--epochs", "1", "--resume", "--out", f"{tmp_path}/run",
+        program=torchrun,
+    )  # fmt: skip
+    assert code == 0, err
+    assert err.count(f"no run in {tmp_path / 'run'} yet: starting one") == 1
+    assert "2 ranks" in out
+    assert out.count("results in") == 1
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return str(free.getsockname()[1])
+
+
+def run_ranks(script: Path, num_ranks: int, port: str, *more: dict[str, str]) -> None:
+    """A script on ranks that were started by hand, some with more variables; each must end well."""
+    env = {**FAST, "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    each = [*more, *[{}] * (num_ranks - len(more))]
+    ranks = [start(env={**env, "RANK": str(rank), **each[rank]}, program=(str(script),)) for rank in range(num_ranks)]
+    for rank in ranks:
+        code, _, err = finish(rank, 60)
+        assert code == 0, err
+
+
+def test_what_one_launcher_started_on_a_host_is_a_node(tmp_path: Path) -> None:
+    script = tmp_path / "nodes.py"
+    script.write_text(
+        "import thinwire\nwith thinwire.join() as comm:\n    assert comm.nodes == (0, 0, 1), comm.nodes\n"
+    )
+    two, one = {"LOCAL_WORLD_SIZE": "2"}, {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    run_ranks(script, 3, free_port(), {**two, "LOCAL_RANK": "0"}, {**two, "LOCAL_RANK": "1"}, one)
+
+
+def test_a_process_can_join_leave_and_join_again(tmp_path: Path) -> None:
+    script = tmp_path / "again.py"
+    script.write_text(
+        "import thinwire as tw, torch\n"
+        "for i in range(4):\n"
+        "    with tw.join() as comm:\n"
+        "        assert comm.sum(torch.ones(1000))[0] == 2\n"
+        "import os; os.write(1, f'joined {i + 1} times\\n'.encode())\n"
+    )
+    port = free_port()
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port")
+    code, out, err = finish(start(port, str(script), program=torchrun), 60)
+    assert code == 0, err
+    assert out.count("joined 4 times") == 2
+    run_ranks(script, 2, port)  # rank 0 has the store this time
+
+
+def test_processes_that_leave_right_after_their_last_step_end_well(tmp_path: Path) -> None:
+    """Gloo's threads once aborted a process that ended while they held a tensor: one in three, on a busy machine."""
+    script = tmp_path / "leave.py"
+    script.write_text(
+        "import thinwire as tw, torch\n"
+        "net, x = torch.nn.Linear(500, 500), torch.ones(4, 500)\n"
+        "with tw.join() as comm:\n"
+        "    trainer = tw.prepare('data_parallel', model=net, optimizer=lambda p: torch.optim.SGD(p, 0.1),\n"
+        "                         loss=torch.nn.functional.mse_loss, comm=comm)\n"
+        "    for _ in range(3): trainer.step((x, x))\n"
+    )
+    run_ranks(script, 4, free_port())
+
+
+def test_a_rank_that_waits_for_others_says_so(tmp_path: Path) -> None:
+    port = free_port()
+    env = {**FAST, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    process = start("train", "--out", str(tmp_path / "run"), env=env)
+    line = process.stderr.readline()
+    process.kill()
+    process.communicate()
+    assert line == f"rank 0 is waiting at 127.0.0.1:{port} for all 2 ranks\n"
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        env = {**FAST, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        code, _, err = run("train", "--out", str(tmp_path / "run"), env=env)
+    assert code == 2
+    assert f"127.0.0.1:{port} is in use; set MASTER_PORT" in err
+    assert "Traceback" not in err
+
+
+def test_ranks_and_launcher_listen_on_loopback_alone(tmp_path: Path) -> None:
+    task = noisy(fault="listeners", rank=1, step=2)
+    code, _, err = run_quickly("--task", task, "--ranks", "2", "--epochs", "1", "--out", str(tmp_path / "run"))
+    assert code == 0, err
+    line = next(line for line in err.splitlines() if line.startswith("LISTENING"))
+    addresses = line.split()[1:]
+    assert addresses, "there are listeners to look at"
+    cores = len(os.sched_getaffinity(0))
+    expected = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // 2 - 1))
+    assert f"THREADS {expected}" in err
+    loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+    assert set(addresses) <= loopback
+
+
+def test_a_full_disk_is_one_message_and_loses_nothing(tmp_path: Path) -> None:
+    """A tmpfs of 1 MB in a namespace of its own: the second checkpoint does not fit."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    script = (
+        f"mount -t tmpfs -o size=2500k tmpfs {disk} || exit 99; "
+        f"{sys.executable} -m thinwire train --ranks 2 --epochs 3 --out {disk}/run; code=$?; "
+        f"find {disk} -name '.*' -o -name '*.new'; ls {disk}/run/checkpoints; exit $code"
+    )
+    done = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script],
+        env=FAST, text=True, capture_output=True, timeout=90, check=False,
+    )  # fmt: skip
+    if done.returncode == 99 or "unshare" in done.stderr:
+        pytest.skip(f"mount namespaces are not allowed here: {done.stderr.strip()}")
+    assert done.returncode == 1, done.stderr
+    assert "No space left on device" in done.stderr
+    assert "free some space and --resume" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout.split()[0].startswith("step-"), "no scraps, and a checkpoint is there"
