@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests import programs
-from thinwire.comm import store as meeting
 from thinwire.comm.store import addresses_of, interface_towards, meet, own_addresses
 from thinwire.comm.world import World
 from thinwire.errors import RunError, UsageError
 
 SCRIPT = """
 import thinwire as tw
-from tests.comm.test_meeting import listening
+from tests.comm.test_store import listening
 with tw.join() as comm:
     comm.barrier()
     print(*sorted(listening()))
@@ -53,7 +52,7 @@ def ranks(folder: Path, master: str, port: str, size: int = 2, **more: str) -> l
     """Exit code, output and errors of each rank of a world that was started by hand."""
     script = folder / "listening.py"
     script.write_text(SCRIPT)
-    world = {"MASTER_ADDR": master, "MASTER_PORT": port, "WORLD_SIZE": str(size), "PYTHONPATH": str(quick.ROOT)}
+    world = {"MASTER_ADDR": master, "MASTER_PORT": port, "WORLD_SIZE": str(size), "PYTHONPATH": str(programs.ROOT)}
     started = [
         subprocess.Popen(
             [*programs.PYTHON, str(script)], env={**os.environ, **world, "RANK": str(rank), **more}, text=True,

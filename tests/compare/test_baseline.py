@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.test_bench import results_of, thinwire
+from tests.compare.test_bench import results_of, thinwire
 from thinwire.compare.baseline import NONE, Decision, at_first, decide
 from thinwire.config import CompareConfig
 from thinwire.errors import UsageError

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 from tests import programs
-from tests.test_report import check_in_browser
-from tests.test_worker import same_files
+from tests.compare.test_report import check_in_browser
+from tests.run.test_worker import same_files
 from thinwire.run.records import read_rows
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 SPECS = ("data_parallel", "data_parallel(bucket_mb=0.05)")
 NO_BASELINE = ("--baseline", "none")  # auto goes by the time that runs take
 SETTINGS = ("--ranks", "2", "--link", "200mbit", "--epochs", "2", "--seeds", "2", "--target", "80", *NO_BASELINE)

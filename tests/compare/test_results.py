@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.test_report import DENSE, compare
-from tests.test_tables import drawn
-from tests.test_worker import train
+from tests.compare.test_report import DENSE, compare
+from tests.compare.test_tables import drawn
+from tests.run.test_worker import train
 from tests.worlds import ProcessWorlds
 from thinwire.comm.base import Comm
 from thinwire.comm.ledger import TRAINING, bytes_of

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire import kernels
+from thinwire.common import messages
 from thinwire.common.dtypes import AVERAGED
 from thinwire.errors import UsageError
 from thinwire.kernels import eager, hashing
-from thinwire.run import progress
 
 CPU = torch.device("cpu")
 
@@ -170,7 +170,7 @@ def test_values_too_small_for_a_scale_of_their_own_are_right_on_average_and_noth
 def fresh_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     kernels._module.cache_clear()
     monkeypatch.setattr(kernels, "_broken", [])
-    monkeypatch.setattr(progress, "_said", set())
+    monkeypatch.setattr(messages, "_said", set())
     yield monkeypatch
     kernels._module.cache_clear()
 

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from tests import programs
-from tests.test_worker import same_files, timeless
+from tests.run.test_worker import same_files, timeless
 from thinwire.run.records import read_rows
 
 pytestmark = pytest.mark.usefixtures("program_server")
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 SCRATCH = tempfile.mkdtemp(prefix="tw-")  # short: the path of a socket has a limit
 FAST = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100", "TMPDIR": SCRATCH}
 

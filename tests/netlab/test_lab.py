@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests import programs
-from tests.test_worker import same_files
+from tests.run.test_worker import same_files
 from thinwire import netlab, registry
 from thinwire.comm.world import place
 from thinwire.errors import RunError, UsageError

@@ -13,11 +13,11 @@ import thinwire as tw
 from tests.reducers.test_laws import exact, steps, tensors
 from thinwire import registry
 from thinwire.comm.base import Comm
+from thinwire.common import messages
 from thinwire.errors import UsageError
 from thinwire.kernels import hashing
 from thinwire.reducers.base import Reduced, flatten
 from thinwire.reducers.global_randk import chosen_coordinates
-from thinwire.run import progress
 
 
 def shapes_of(model: str) -> list[tuple[int, ...]]:
@@ -88,7 +88,7 @@ def test_the_list_tells_the_bits_that_are_sent(entry: registry.Entry) -> None:
 def test_too_many_ranks_for_sums_of_8_bits_switch_to_packed_words_and_say_so_once(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "_said", set())
+    monkeypatch.setattr(messages, "_said", set())
 
     def run(comm: Comm) -> tuple[Tensor, list[Reduced], set[str]]:
         given = tensors(comm.rank, 0, [(40, 40)])

@@ -14,8 +14,8 @@ import thinwire as tw
 from tests.strategies.test_data_parallel import PLAIN
 from tests.strategies.test_laws import batches, sgd, steps, trainer, weights
 from thinwire.comm.base import Comm
+from thinwire.common import messages
 from thinwire.errors import PeerLost, RunError, UsageError
-from thinwire.run import progress
 
 World = Callable[..., list[Any]]
 NUM_STEPS = 10
@@ -298,7 +298,7 @@ def test_an_epoch_of_one_rank_is_what_it_is_given() -> None:
 def test_periods_longer_than_an_epoch_are_told(
     spec: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "_said", set())
+    monkeypatch.setattr(messages, "_said", set())
 
     def train(comm: Comm, num_steps: int) -> None:
         ours = trainer(comm, spec)
