@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import programs
+from thinwire.comm import store
 from thinwire.comm.store import addresses_of, interface_towards, meet, own_addresses
 from thinwire.comm.world import World
 from thinwire.errors import RunError, UsageError
@@ -96,7 +97,7 @@ def test_an_address_of_another_machine_is_refused_by_rank_0(monkeypatch: pytest.
 
 def test_a_name_that_stands_for_this_machine_alone_is_refused_by_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     """Debian has the host's own name stand for 127.0.1.1, where no other machine could reach it."""
-    monkeypatch.setattr(meeting, "addresses_of", lambda host: ("127.0.1.1",))
+    monkeypatch.setattr(store, "addresses_of", lambda host: ("127.0.1.1",))
     with pytest.raises(UsageError, match=r"node7 \(127.0.1.1\) is this machine alone.*set MASTER_ADDR"):
         meet(world("node7"))
 
@@ -105,7 +106,7 @@ def test_a_name_that_stands_for_this_machine_alone_is_refused_by_rank_0(monkeypa
 def test_a_name_that_nobody_knows_is_told_once_and_then_an_error(
     rank: int, name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(meeting, "RESOLVE_SECONDS", 0.05)
+    monkeypatch.setattr(store, "RESOLVE_SECONDS", 0.05)
     with pytest.raises(RunError, match=rf"nobody knows the name {name}.*set MASTER_ADDR on every rank"):
         meet(world(name, rank))
     (line,) = capfd.readouterr().err.splitlines()
@@ -117,8 +118,8 @@ def test_a_rank_that_waits_at_an_address_of_this_machine_alone_says_so(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     port = int(free_port("127.0.0.1"))
-    monkeypatch.setattr(meeting, "WAIT_QUIETLY_SECONDS", 0.01)
-    monkeypatch.setattr(meeting, "JOIN_SECONDS", 0.5)
+    monkeypatch.setattr(store, "WAIT_QUIETLY_SECONDS", 0.01)
+    monkeypatch.setattr(store, "JOIN_SECONDS", 0.5)
     with pytest.raises(RunError, match="did not meet all 2 ranks at 127"):
         meet(world("127.0.0.1", port=port))
     said = capfd.readouterr().err
