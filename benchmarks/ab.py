@@ -55,9 +55,7 @@ def main() -> None:
 
 
 def row(entry: Entry) -> list[str]:
-    smallest = [
-        record.summary["factored"] for record in entry.finished if record.summary and record.summary["factored"]
-    ]
+    smallest = [one for record in entry.finished if record.summary for one in record.summary["artifacts"]]
     cells = [entry.spec, f"{mean(entry, 'value'):.2f} %", format_seconds(mean(entry, "train_seconds"))]
     cells += [
         format_bytes(mean(entry, "wire_bytes_per_rank")),

@@ -61,10 +61,11 @@ def report(entries: dict[str, Entry], one_by_one: list[str], local: list[str], g
         (run,) = entry.finished
         assert run.summary is not None
         found = speed(entry)
+        operations, backprop = run.summary["status"]["operations"]
         rows.append([
             spec, f"{found:,.0f}", f"{found / reference:.2f}", f"{found / best:.2f}",
             f"{100 * run.summary['waiting_share']:.0f} %", f"{run.summary['wire_bytes_per_rank'] / 1e6:.1f} MB",
-            f"{run.summary['flops_per_sample'] / run.summary['backprop_flops_per_sample']:.2f}",
+            f"{operations / backprop:.2f}",
         ])  # fmt: skip
     print_table(["strategy", "samples/s", "× best 1F1B", "× best pipeline", "waiting", "sent", "operations"], rows)
     print(f"goal: ≥ {goal} × the best 1F1B")

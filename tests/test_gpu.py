@@ -162,7 +162,7 @@ def test_factors_trained_on_a_gpu_are_those_of_a_cpu(process_world: ProcessWorld
         assert same(straight, resumed)
         assert same(straight, on_gpu[0][0])
         assert status == on_cpu[0][2]
-        assert status["ranks"]["2"][0] < 32
+        assert status["layer_ranks"]["2"][0] < 32
         for name, value in on_cpu[0][0].items():
             torch.testing.assert_close(straight[name], value, rtol=1e-3, atol=1e-4)
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from thinwire.errors import UsageError as UsageError
     from thinwire.exchange.attach import attach as attach
     from thinwire.strategies.base import Strategy as Strategy
-    from thinwire.strategies.base import prepare as prepare
     from thinwire.strategies.epochs import epoch as epoch
+    from thinwire.strategies.prepare import prepare as prepare
     from thinwire.surgery.axes import Axis as Axis
     from thinwire.tasks.base import Task as Task
 
@@ -35,7 +35,7 @@ _HOME = {
     "epoch": "thinwire.strategies.epochs",
     "join": "thinwire.comm.join",
     "loader": "thinwire.data",
-    "prepare": "thinwire.strategies.base",
+    "prepare": "thinwire.strategies.prepare",
     "simulate": "thinwire.comm.threads",
 }
 __all__ = [*_HOME]

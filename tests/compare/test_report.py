@@ -18,12 +18,14 @@ import pytest
 from thinwire.compare.report import page, write_report
 from thinwire.compare.report.axes import metric_axis
 from thinwire.compare.report.figures import Point, pareto
+from thinwire.compare.report.heatmap import heatmap
 from thinwire.compare.report.marks import Figure, short
-from thinwire.compare.report.ranks import ranks
 from thinwire.compare.report.timeline import timeline, without
 from thinwire.compare.results import Entry, Record, Results, read_results, run_place
 from thinwire.config import RunConfig
 from thinwire.run.records import RunFolder
+from thinwire.run.schema import SeriesSummary
+from thinwire.strategies.ab import AB
 
 DENSE = "data_parallel(bucket_mb=5)"
 SPARSE = "data_parallel(reducer=error_feedback(global_randk(ratio=0.01)))"
@@ -42,6 +44,8 @@ BEHAVIOUR = {
     "local_sgd(period=8)": (2.8, 96.9, 0.125, 4.6),
     "powersgd(rank=2)": (2.4, 97.4, 0.06, 5.2),
 }
+
+RANK_SERIES = SeriesSummary(**AB.series["layer_ranks"]._asdict())
 
 
 def write_run(
@@ -84,13 +88,14 @@ def write_run(
     run.append(run.metrics, metrics)
     run.append(run.ledger, ledger)
     run.append(run.timeline, write_timeline(share, ranks) if timeline else [])
-    run.save_summary(summary | more)
+    series = {"layer_ranks": RANK_SERIES.model_dump()} if spec.startswith("ab") else {}
+    run.save_summary(summary | {"series": series} | more)
 
 
 def rank_status(epoch: int, layers: tuple[str, ...]) -> dict[str, Any]:
     """What "ab" adds to an epoch's row: two epochs at full rank, then less and less, and less in later layers."""
     found = {name: [max(1, 256 // (1 if epoch < 3 else epoch + i)), 256] for i, name in enumerate(layers)}
-    return {"phase": "warmup" if epoch < 3 else "ab", "ranks": found}
+    return {"phase": "warmup" if epoch < 3 else "ab", "layer_ranks": found}
 
 
 def write_ledger(sent: float, epochs: int, ranks: int) -> list[dict[str, Any]]:
@@ -307,11 +312,13 @@ def test_verdicts_factors_and_unequal_work_are_on_the_page(tmp_path: Path) -> No
 
 
 def test_a_factored_model_is_told_with_its_size_and_ratio(tmp_path: Path) -> None:
-    small = {"parameters": 11_000, "ratio": 9.25, "bytes": 44_000, "value": 95.0}
-    text = page(compare(tmp_path / "with", ["ab"], factored=small))
+    small = {"name": "factored", "about": "the small one", "file": "model-factored.safetensors"}
+    small |= {"column": "Factored model", "parameters": 11_000, "ratio": 9.25, "bytes": 44_000, "value": 95.0}
+    text = page(compare(tmp_path / "with", ["ab"], artifacts=[small]))
     assert '<th scope="col">Factored model</th>' in text
     assert '>44.0 kB<span class="sub">9.2 : 1</span></td>' in text
-    without = page(compare(tmp_path / "without", ["ab"], factored=None))
+    assert "<dt>Factored model</dt><dd>The small one: its size as saved" in text
+    without = page(compare(tmp_path / "without", ["ab"], artifacts=[{**small, "column": ""}]))
     assert '<th scope="col">Factored model</th>' not in without
 
 
@@ -482,14 +489,14 @@ def test_computing_is_the_step_without_waiting(tmp_path: Path) -> None:
 
 def rank_map(*rows: dict[str, Any], seed: int = 0) -> Figure | None:
     """The figure of one run with these rows of metrics."""
-    return ranks(0, Entry(LOW, [Record(seed, Path("run"), {}, list(rows), [])]))
+    return heatmap("layer_ranks", RANK_SERIES, 0, Entry(LOW, [Record(seed, Path("run"), {}, list(rows), [])]))
 
 
 def test_ranks_are_shares_of_the_largest_from_the_first_layer_down() -> None:
     figure = rank_map(
-        {"epoch": 1, "phase": "warmup", "ranks": {"z": [8, 8], "a": [256, 256]}},
-        {"epoch": 2, "phase": "ab", "ranks": {"z": [8, 8], "a": [24, 256]}},
-        {"epoch": 3, "ranks": {"z": [2, 8], "a": [16, 256]}},
+        {"epoch": 1, "phase": "warmup", "layer_ranks": {"z": [8, 8], "a": [256, 256]}},
+        {"epoch": 2, "phase": "ab", "layer_ranks": {"z": [8, 8], "a": [24, 256]}},
+        {"epoch": 3, "layer_ranks": {"z": [2, 8], "a": [16, 256]}},
         seed=4,
     )
     assert figure is not None
@@ -502,15 +509,15 @@ def test_ranks_are_shares_of_the_largest_from_the_first_layer_down() -> None:
     assert axis["range"] == [1.5, -0.5], "the first is on top"
     assert heatmap["text"][1][1] == "layer a, epoch 2: rank 24 of 256 (9 %), phase ab"
     assert heatmap["text"][1][2] == "layer a, epoch 3: rank 16 of 256 (6 %)"
-    assert figure.reading == "After epoch 3 of seed 4, every layer that can be factored had less than full rank."
+    assert figure.reading == "After epoch 3 of seed 4, every layer had less than full rank."
 
 
 def test_ranks_that_stay_full_are_drawn_too() -> None:
-    figure = rank_map({"epoch": 1, "ranks": {"1": [8, 8], "2": [8, 8]}})
+    figure = rank_map({"epoch": 1, "layer_ranks": {"1": [8, 8], "2": [8, 8]}})
     assert figure is not None
     assert figure.data[0]["z"] == [[100], [100]]
     assert "no layer had less than full rank" in figure.reading
-    figure = rank_map({"epoch": 1, "ranks": {"1": [7, 8], "2": [8, 8]}})
+    figure = rank_map({"epoch": 1, "layer_ranks": {"1": [7, 8], "2": [8, 8]}})
     assert figure is not None
     assert "1 of 2 layers had less than full rank" in figure.reading
 
@@ -518,12 +525,15 @@ def test_ranks_that_stay_full_are_drawn_too() -> None:
 def test_ranks_that_are_none_are_left_out() -> None:
     garbage = [None, 3, "8", [], [4], [1, 2, 3], [math.nan, 8], [4, math.inf], ["4", 8], [True, 8], [0, 0], [-1, 8],
                [9, 8], [4, 10**400]]  # fmt: skip
-    good = {"epoch": 2, "phase": math.nan, "ranks": {"a": [4, 8]}}
-    rows = [{"epoch": 1, "ranks": {"a": value}} for value in garbage]
-    rows += [{"epoch": 1}, *({"epoch": 1, "ranks": value} for value in (None, [], "x", math.nan, {}))]
-    rows += [{"ranks": {"a": [4, 8]}}, *({"epoch": e, "ranks": {"a": [4, 8]}} for e in (None, math.nan, "1", 0, 1e400))]
+    good = {"epoch": 2, "phase": math.nan, "layer_ranks": {"a": [4, 8]}}
+    rows = [{"epoch": 1, "layer_ranks": {"a": value}} for value in garbage]
+    rows += [{"epoch": 1}, *({"epoch": 1, "layer_ranks": value} for value in (None, [], "x", math.nan, {}))]
+    rows += [
+        {"layer_ranks": {"a": [4, 8]}},
+        *({"epoch": e, "layer_ranks": {"a": [4, 8]}} for e in (None, math.nan, "1", 0, 1e400)),
+    ]
     assert rank_map(*rows) is None
-    figure = rank_map(*rows, good, {"epoch": 3, "ranks": {"a": [9, 8], "b": [1, 8]}})
+    figure = rank_map(*rows, good, {"epoch": 3, "layer_ranks": {"a": [9, 8], "b": [1, 8]}})
     assert figure is not None
     assert figure.data[0]["z"] == [[50, None], [None, 12.5]]
     assert figure.data[0]["text"] == [["layer a, epoch 2: rank 4 of 8 (50 %)", ""],
@@ -532,26 +542,26 @@ def test_ranks_that_are_none_are_left_out() -> None:
 
 
 def test_epochs_without_ranks_leave_a_hole_of_their_width() -> None:
-    figure = rank_map(*({"epoch": epoch, "ranks": {"a": [4, 8]}} for epoch in (2, 3, 10**8, 7)))
+    figure = rank_map(*({"epoch": epoch, "layer_ranks": {"a": [4, 8]}} for epoch in (2, 3, 10**8, 7)))
     assert figure is not None
     assert figure.data[0]["x"] == [2, 3, 4, 6, 7, 8, 10**8 - 1, 10**8]
     assert figure.data[0]["z"] == [[50, 50, None, None, 50, None, None, 50]]
 
 
 def test_ranks_are_of_the_first_finished_seed_that_has_some(tmp_path: Path) -> None:
-    row = {"epoch": 1, "ranks": {"a": [4, 8]}}
+    row = {"epoch": 1, "layer_ranks": {"a": [4, 8]}}
     records = [Record(0, tmp_path, None, [row], []), Record(1, tmp_path, {}, [{"epoch": 1}], []),
                Record(2, tmp_path, {}, [row], []), Record(3, tmp_path, {}, [row], [])]  # fmt: skip
-    figure = ranks(6, Entry(LOW, records))
+    figure = heatmap("layer_ranks", RANK_SERIES, 6, Entry(LOW, records))
     assert figure is not None
-    assert figure.name == "ranks-7"
+    assert figure.name == "layer_ranks-7"
     assert "seed 2" in figure.reading
-    assert ranks(6, Entry(LOW, records[:2])) is None
+    assert heatmap("layer_ranks", RANK_SERIES, 6, Entry(LOW, records[:2])) is None
 
 
 @pytest.mark.parametrize(("layers", "low", "high"), [(1, 100, 150), (5, 200, 300), (52, 800, 900), (400, 800, 900)])
 def test_many_layers_are_readable_and_one_is_not_huge(layers: int, low: int, high: int) -> None:
-    figure = rank_map({"epoch": 1, "ranks": {f"layer{i}.conv": [4, 8] for i in range(layers)}})
+    figure = rank_map({"epoch": 1, "layer_ranks": {f"layer{i}.conv": [4, 8] for i in range(layers)}})
     assert figure is not None
     assert low <= figure.layout["height"] <= high
     axis = figure.layout["yaxis"]
@@ -562,7 +572,7 @@ def test_many_layers_are_readable_and_one_is_not_huge(layers: int, low: int, hig
 
 def test_long_layer_names_still_differ() -> None:
     names = [f"encoder.layers.layer_{i}.{x}" for i in range(12) for x in ("self_attention.out_projection", "mlp.0")]
-    figure = rank_map({"epoch": 1, "ranks": {name: [4, 8] for name in names}})
+    figure = rank_map({"epoch": 1, "layer_ranks": {name: [4, 8] for name in names}})
     assert figure is not None
     labels = figure.layout["yaxis"]["ticktext"]
     assert labels[1] == "…layer_0.mlp.0"
@@ -575,10 +585,13 @@ def test_a_section_of_ranks_only_where_there_are_some(tmp_path: Path) -> None:
     assert "Rank of each layer" not in page(compare(tmp_path / "none", [DENSE, SPARSE], (0,)))
     html = page(compare(tmp_path / "one", [DENSE, LOW], (0,), layers=("1", "3")))
     assert "Rank of each layer Each row is a layer" in text(html)
-    assert {name for name in drawn(html) if name.startswith("ranks")} == {"ranks-2"}
+    assert {name for name in drawn(html) if name.startswith("layer_ranks")} == {"layer_ranks-2"}
     html = page(compare(tmp_path / "two", [LOW, DENSE, "ab(cutoff=0.5)"], (0,)))
     section = html[html.index("<h2>Rank") : html.index("<h2>Timeline")]
-    assert re.findall(r"<details( open)?>.*?id=\"(.*?)\"", section) == [(" open", "ranks-1"), ("", "ranks-3")]
+    assert re.findall(r"<details( open)?>.*?id=\"(.*?)\"", section) == [
+        (" open", "layer_ranks-1"),
+        ("", "layer_ranks-3"),
+    ]
     assert "2ab" not in text(f"<body>{section}")
     assert "3ab(cutoff=0.5)" in text(f"<body>{section}")
 
@@ -589,7 +602,7 @@ def test_names_of_layers_stay_text(tmp_path: Path) -> None:
     assert name not in html
     assert "<" not in json_text(html)
     assert html.count("</script>") == 3
-    figure = drawn(html)["ranks-1"]
+    figure = drawn(html)["layer_ranks-1"]
     assert figure["layout"]["yaxis"]["ticktext"] == ["&lt;/script&gt;&lt;b&gt;", "&amp;lt;"]
     assert figure["data"][0]["text"][0][0].startswith("layer &lt;/script&gt;&lt;b&gt;, epoch 1: rank 256 of 256")
 

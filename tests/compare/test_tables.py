@@ -60,7 +60,8 @@ def test_the_table_of_a_run_adds_up_all_ranks() -> None:
     sent = {"train": {"inside": 40_000, "between": 0}, "eval": {"inside": 2_000, "between": 0}}
     summary = {
         "task": "digits", "strategy": "x", "ranks": 2, "metric": "accuracy", "value": 97.0, "seconds": 9.0, "nodes": 1,
-        "train_seconds": 6.0, "waiting_share": 0.5, "parameters": 10, "factored": None, "link": None,
+        "train_seconds": 6.0, "waiting_share": 0.5, "parameters": 10, "link": None,
+        "artifacts": [], "series": {}, "status": {},
         "wire_bytes_by_purpose": sent,
     }  # fmt: skip
     console = Console(width=120, record=True, file=io.StringIO())

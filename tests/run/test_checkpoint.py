@@ -18,10 +18,12 @@ from safetensors.torch import load_file
 
 import thinwire as tw
 from thinwire.comm.base import Comm
+from thinwire.common import tensor_files
 from thinwire.common.tensor_files import save_model
 from thinwire.errors import RunError
-from thinwire.run import checkpoint
-from thinwire.run.checkpoint import Checkpoints, _pack, _unpack
+from thinwire.run import states
+from thinwire.run.checkpoint import Checkpoints
+from thinwire.run.states import pack, unpack
 
 IDENTITY = {"task": "digits", "seed": 0}
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -36,13 +38,13 @@ trees = st.recursive(
 @given(trees)
 def test_any_tree_survives_json(tree: Any) -> None:
     tensors: dict[str, torch.Tensor] = {}
-    assert _unpack(json.loads(json.dumps(_pack(tree, tensors))), tensors) == tree
+    assert unpack(json.loads(json.dumps(pack(tree, tensors))), tensors) == tree
 
 
 def test_tensors_whose_paths_read_alike_stay_apart() -> None:
     tensors: dict[str, torch.Tensor] = {}
     tree = {"a/b": torch.tensor(1), "a": {"b": torch.tensor(2)}, 0: torch.tensor(3), "0": torch.tensor(4)}
-    back = _unpack(json.loads(json.dumps(_pack(tree, tensors))), tensors)
+    back = unpack(json.loads(json.dumps(pack(tree, tensors))), tensors)
     assert [back["a/b"], back["a"]["b"], back[0], back["0"]] == [1, 2, 3, 4]
 
 
@@ -69,7 +71,7 @@ def test_tensors_survive_a_file(tmp_path: Path, dtype: torch.dtype, shape: tuple
 
 def test_what_cannot_be_saved_is_named() -> None:
     with pytest.raises(TypeError, match=r"cannot hold object \(at /x/1\)"):
-        _pack({"x": [1, object()]}, {})
+        pack({"x": [1, object()]}, {})
 
 
 def save_steps(folder: Path, ranks: int, steps: list[int], keep: int = 10) -> None:
@@ -314,7 +316,7 @@ def test_a_failed_write_leaves_the_old_checkpoint_and_no_scraps(
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(tensor_files, "save_file", full)
     with pytest.raises(RunError, match=r"cannot write .*No space left on device; free some space"):
         save_steps(tmp_path, 1, [20])
     monkeypatch.undo()
@@ -329,8 +331,8 @@ def test_every_random_generator_goes_on_where_it_was() -> None:
     random.gauss(0, 1)
     np.random.randn()
     tensors: dict[str, torch.Tensor] = {}
-    packed = json.dumps(_pack(checkpoint.random_state(), tensors))
+    packed = json.dumps(pack(states.random_state(), tensors))
     first = draw()
     assert draw() != first
-    checkpoint.set_random_state(_unpack(json.loads(packed), tensors))
+    states.set_random_state(unpack(json.loads(packed), tensors))
     assert draw() == first

@@ -15,8 +15,8 @@ from thinwire.config import RunConfig
 from thinwire.run import meters
 from thinwire.run.meters import KernelCount, Meters
 from thinwire.run.network import LinkReport
+from thinwire.run.position import Position
 from thinwire.run.summary import summarise
-from thinwire.tasks.base import load_task
 
 CPU = torch.device("cpu")
 
@@ -92,11 +92,15 @@ def test_a_summary_adds_up_what_ranks_have() -> None:
         {"ledger": [row(25, 25)], "kernel": None, "waiting_seconds": 3.0,
          "train_seconds": 4.0, "peak_memory_bytes": 200},
     ]  # fmt: skip
-    summary = summarise(
-        RunConfig(link="10mbit", ranks=2), load_task("synthetic", None, 0), LinkReport(True, "off", 8.0, 0.1), epochs=3,
-        steps=6, seconds=9.0, train_seconds=4.0, samples=400, value=90.0, best=91.0, parameters=3,
-        consolidated=torch.nn.Linear(1, 2), small=None, exits=[], status={}, everyone=everyone, nodes=2, device=CPU,
-    )  # fmt: skip
+    at = Position(epoch=3, step=6, samples=400, value=90.0, best=91.0, train_seconds=4.0)
+    with tw.join() as comm:
+        model = torch.nn.Linear(1, 2)
+        strategy = tw.prepare("alone", model=model, comm=comm, loss=torch.nn.functional.mse_loss,
+                              optimizer=lambda p: torch.optim.SGD(p, 0.1))  # fmt: skip
+        summary = summarise(
+            RunConfig(link="10mbit", ranks=2), "accuracy", at, 9.0, everyone, link=LinkReport(True, "off", 8.0, 0.1),
+            nodes=2, parameters=3, model=model, artifacts=[], strategy=strategy, device=CPU,
+        ).model_dump()  # fmt: skip
     expected = {
         "wire_bytes_per_rank": 20, "wire_bytes_by_link": {"inside": 11, "between": 29}, "kernel_bytes_per_rank": 8,
         "kernel_bytes_by_link": {"inside": 12, "between": 5}, "waiting_share": 0.5, "peak_memory_bytes": 300,

@@ -281,7 +281,8 @@ def check_factored(folder: Path, summary: dict[str, Any]) -> None:
         sum(t.numel() for n, t in tensors.items() if "running" not in n and "num_" not in n)
         for tensors in (whole, small)
     ]
-    about = summary["factored"]
+    (about,) = summary["artifacts"]
+    assert about["file"] == "model-factored.safetensors"
     assert [summary["parameters"], about["parameters"]] == parameters
     assert summary["parameters_consolidated"] == about["parameters"]
     assert about["ratio"] == pytest.approx(parameters[0] / parameters[1])
@@ -296,7 +297,7 @@ def check_factored(folder: Path, summary: dict[str, Any]) -> None:
         torch.testing.assert_close(product, whole[f"{name}.weight"], rtol=1e-5, atol=1e-6)
     row = read_rows(folder / "metrics.jsonl")[-1]
     assert row["phase"] == "ab"
-    assert {name for name, (rank, largest) in row["ranks"].items() if rank < largest} == names
+    assert {name for name, (rank, largest) in row["layer_ranks"].items() if rank < largest} == names
 
 
 IN_BLOCKS = {
@@ -326,15 +327,16 @@ def test_a_run_in_blocks_goes_on_exactly_and_tells_of_its_exits(
         assert one == other
     rows = read_rows(tmp_path / "whole" / "metrics.jsonl")
     assert rows[1]["train_loss"] < rows[0]["train_loss"] < 2.4
-    assert summary["backprop_flops_per_sample"] == 2 * (2 * 64 * 32 + 3 * (2 * 32 * 32 + 32 * 10))
+    operations, backprop = summary["status"]["operations"]
+    assert backprop == 2 * (2 * 64 * 32 + 3 * (2 * 32 * 32 + 32 * 10))
     exits = sorted((tmp_path / "whole").glob("exit-*.safetensors"))
-    assert len(exits) == len(summary["exits"]) == (1 if name == "local" else 0)
+    assert len(exits) == len(summary["artifacts"]) == (1 if name == "local" else 0)
     if name == "local":
-        assert summary["flops_per_sample"] > summary["backprop_flops_per_sample"]
+        assert operations > backprop
         tensors = load_file(exits[0])
         counted = sum(t.numel() for n, t in tensors.items() if "running" not in n and "num_" not in n)
-        assert summary["exits"][0]["parameters"] == counted
-        assert summary["exits"][0]["value"] > 50
+        assert summary["artifacts"][0]["parameters"] == counted
+        assert summary["artifacts"][0]["value"] > 50
         assert exits[0].read_bytes() == (tmp_path / "cut" / exits[0].name).read_bytes()
 
 

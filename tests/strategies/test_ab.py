@@ -257,7 +257,7 @@ def test_all_ranks_get_the_same_factors_cut_by_the_rule(world: World) -> None:
         assert one["rank"] == one["expected"]
         assert one["error"] == pytest.approx(one["dropped"], rel=1e-4), "the best of its rank"
         assert all(map(torch.equal, one["factors"], found[0]["factors"]))
-        assert one["status"] == {"phase": "ab", "ranks": {"3": [one["rank"], 16]}}
+        assert one["status"] == {"phase": "ab", "layer_ranks": {"3": [one["rank"], 16]}}
 
 
 def stays_full(comm: Comm) -> tuple[bool, dict[str, Any], bool]:
@@ -274,7 +274,7 @@ def test_a_layer_that_would_gain_nothing_stays_full_and_that_is_told(capsys: pyt
     from thinwire.common import messages
 
     messages._said.clear()
-    assert tw.simulate(stays_full, ranks=2) == [(True, {"phase": "ab", "ranks": {"3": [16, 16]}}, True)] * 2
+    assert tw.simulate(stays_full, ranks=2) == [(True, {"phase": "ab", "layer_ranks": {"3": [16, 16]}}, True)] * 2
     assert "thinwire: ab: with cutoff=0.01 no layer's rank is low enough" in capsys.readouterr().err
 
 
@@ -830,8 +830,8 @@ def test_convolutions_and_attention_are_factored_too(world: World) -> None:
             "encoder.linear2",
             "read",
         ]
-        assert list(status["ranks"]) == names
-        assert all(rank < largest for rank, largest in status["ranks"].values())
+        assert list(status["layer_ranks"]) == names
+        assert all(rank < largest for rank, largest in status["layer_ranks"].values())
         assert losses[-1] < losses[0]
         assert list(whole) == list(MIXED.state_dict())
         assert same(whole, found[0][2])

@@ -458,7 +458,7 @@ def test_a_block_that_makes_the_others_wait_is_named(capsys: pytest.CaptureFixtu
     (found, *_) = tw.simulate(lambda comm: run(comm, "local_parallel(head=linear, blocks=3)"), ranks=3)
     assert found["blocks"] == ["0", "2", "3"]
     costs = [4 * (6 * 4 + 4 * 90) + 2 * 4 * 90 + 6 * 90 * 3, 4 * 90 * 90 + 6 * 90 * 3, 4 * 90 * 3]
-    assert found["shares"] == [round(cost / sum(costs), 3) for cost in costs]
+    assert found["operation_shares"] == [round(cost / sum(costs), 3) for cost in costs]
     said = "local_parallel: block 2 of 3, from layer 2 on, has 87 % of the operations, its head's included"
     assert capsys.readouterr().err.count(said) == 1
     tw.simulate(lambda comm: run(comm, "local_parallel(cut=['1'], head=linear)"), ranks=2)
@@ -500,7 +500,7 @@ def test_a_model_whose_operations_are_not_counted_costs_nothing() -> None:
         return strategy.status()
 
     found = tw.simulate(run, ranks=2)[0]
-    assert (found["shares"], found["flops_per_sample"]) == ([0.0, 0.0], 0.0)
+    assert (found["operation_shares"], found["operations"][0]) == ([0.0, 0.0], 0.0)
 
 
 def test_the_first_layers_input_needs_no_gradient_and_so_costs_less() -> None:

@@ -13,16 +13,9 @@ from typing import Any, NamedTuple
 from thinwire.comm.ledger import TRAINING, bytes_of
 from thinwire.errors import UsageError
 from thinwire.run.records import RunFolder, read_rows
+from thinwire.run.schema import NEEDED
 
 FORMAT = 1  # of compare.json and results.json
-NEEDED = (
-    "task", "strategy", "ranks", "nodes", "link", "link_state", "link_measured", "seed", "epochs", "steps", "samples",
-    "seconds", "train_seconds", "metric", "value", "best", "wire_bytes_per_rank", "wire_bytes_by_link",
-    "wire_bytes_by_purpose", "kernel_bytes_by_link", "waiting_share", "samples_per_second", "peak_memory_bytes",
-    "versions",
-)  # fmt: skip
-
-
 Figure = str | Callable[[dict[str, Any]], float | None]  # of a summary: its key, or what to make of it
 
 

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from thinwire.comm.base import Comm, all_gather_json, coalesced
 from thinwire.common.files import write_text
-from thinwire.common.tensor_files import save_tensors
+from thinwire.common.tensor_files import save_model, save_tensors
 from thinwire.common.tensors import named_tensors, num_bytes
 from thinwire.errors import RunError, UsageError
 from thinwire.exchange.sharded import ShardedTensors
@@ -166,6 +166,14 @@ def export(folder: Path, model: StreamedModel, max_bytes: float | None = None, *
         shutil.rmtree(scrap, ignore_errors=True)
     if int(comm.max(torch.tensor([error is not None], dtype=torch.uint8))):
         raise RunError(f"export: rank 0 could not write {folder}" + (f" ({error})" if error else ""))
+
+
+def save_whole_model(model: nn.Module, folder: Path, comm: Comm) -> None:
+    """Write model.safetensors into a folder or, of a streamed model, the sharded set model/. Collective."""
+    if isinstance(model, StreamedModel):
+        export(folder / "model", model, replace=True)
+    elif comm.rank == 0:
+        save_model(model, folder / "model.safetensors")
 
 
 def free_bytes(device: torch.device, comm: Comm) -> float:

@@ -9,28 +9,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from thinwire.comm.base import Comm, all_gather_json
-from thinwire.common.dtypes import as_reals
 from thinwire.common.files import write_atomically, write_text
 from thinwire.common.tensor_files import write_tensors
 from thinwire.errors import RunError
+from thinwire.run.states import Tree, pack, unpack
 
 FORMAT = "thinwire-checkpoint-3"
 DAMAGE = (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError, SafetensorError)
-Tree = Any  # dicts, lists, tuples, tensors, numbers, strings, booleans, None
 
 
 class Foreign(RunError):
@@ -60,7 +56,7 @@ class Checkpoints:
         for old in [s for s in self._steps() if s < step][: 1 - self.keep]:
             self._drop(old)
         tensors: dict[str, Tensor] = {}
-        tree = _pack(make_state(), tensors)
+        tree = pack(make_state(), tensors)
         _check_finite(tensors, step)
         data, manifest = self._files(step)
         digest = ""
@@ -135,7 +131,7 @@ class Checkpoints:
                 raise RunError(f"checkpoint {manifest} is of another place ({_difference(there, self._place(step))})")
             if told["sha256"] != _hash(data):
                 raise RunError(f"checkpoint {data} is damaged (its hash is not the one in its manifest)")
-            return _unpack(told["tree"], load_file(data))
+            return unpack(told["tree"], load_file(data))
         except DAMAGE as error:
             raise RunError(f"checkpoint {manifest.parent} is damaged ({type(error).__name__}: {error})") from error
 
@@ -171,44 +167,6 @@ def _check_finite(tensors: dict[str, Tensor], step: int) -> None:
             )
 
 
-def _pack(tree: Tree, tensors: dict[str, Tensor], path: str = "") -> Tree:
-    """A tree as JSON: tensors are put aside under their path, and what JSON lacks is marked."""
-    match tree:
-        case Tensor():
-            while path in tensors:  # {"a/b": …} beside {"a": {"b": …}}
-                path += "'"
-            tensors[path] = as_reals(tree.detach()).cpu().contiguous().clone()
-            return {"$complex" if tree.is_complex() else "$tensor": path}
-        case dict():
-            items = [[key, _pack(value, tensors, f"{path}/{key}")] for key, value in tree.items()]
-            plain = all(isinstance(key, str) and not key.startswith("$") for key in tree)
-            return dict(items) if plain else {"$items": items}
-        case tuple():
-            return {"$tuple": [_pack(value, tensors, f"{path}/{i}") for i, value in enumerate(tree)]}
-        case list():
-            return [_pack(value, tensors, f"{path}/{i}") for i, value in enumerate(tree)]
-        case None | bool() | int() | float() | str():
-            return tree
-    raise TypeError(f"a checkpoint cannot hold {type(tree).__name__} (at {path or 'its root'})")
-
-
-def _unpack(tree: Tree, tensors: dict[str, Tensor]) -> Tree:
-    match tree:
-        case {"$tensor": path}:
-            return tensors[path]
-        case {"$complex": path}:
-            return torch.view_as_complex(tensors[path])
-        case {"$items": items}:
-            return {key: _unpack(value, tensors) for key, value in items}
-        case {"$tuple": values}:
-            return tuple(_unpack(value, tensors) for value in values)
-        case dict():
-            return {key: _unpack(value, tensors) for key, value in tree.items()}
-        case list():
-            return [_unpack(value, tensors) for value in tree]
-    return tree
-
-
 def _hash(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -222,31 +180,3 @@ def _hash_of(told: dict[str, Any]) -> str:
 def _difference(saved: dict[str, Any], own: dict[str, Any]) -> str:
     keys = [key for key in {**saved, **own} if saved.get(key) != own.get(key)]
     return ", ".join(f"{key}: {saved.get(key)} there, {own.get(key)} here" for key in keys)
-
-
-def random_state() -> dict[str, Any]:
-    """The state of every random generator that training may use."""
-    version, internal, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
-        "python": (version, tuple(internal), gauss),
-        "numpy": (
-            str(name),
-            torch.from_numpy(np.asarray(keys).astype(np.int64)),
-            int(position),
-            int(has_gauss),
-            cached,
-        ),
-    }
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Go on with the random numbers of a state."""
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"])
-    random.setstate(state["python"])
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))

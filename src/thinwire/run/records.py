@@ -25,14 +25,7 @@ class RunFolder:
         self.ledger = path / "ledger.jsonl"
         self.timeline = path / "timeline.jsonl"
         self.summary = path / "summary.json"
-        self.model = path / "model.safetensors"
-        self.factored_model = path / "model-factored.safetensors"
-        self.sharded_model = path / "model"
         self.checkpoints = path / "checkpoints"
-
-    def exit_model(self, number: int) -> Path:
-        """The model that ends with its first so many blocks."""
-        return self.path / f"exit-{number}.safetensors"
 
     @staticmethod
     def new(config: RunConfig) -> RunFolder:
@@ -42,8 +35,8 @@ class RunFolder:
             raise UsageError(f"--out {folder.path} is a file; give a folder")
         if folder.config.exists():
             raise UsageError(f"{folder.path} holds a run already; add --resume to go on with it, or give another --out")
-        files = (folder.metrics, folder.ledger, folder.timeline, folder.summary, folder.model, folder.factored_model)
-        for left in (*files, folder.sharded_model, folder.checkpoints, folder.exit_model(1)):
+        files = (folder.metrics, folder.ledger, folder.timeline, folder.summary, folder.checkpoints)
+        for left in (*files, folder.path / "model", *folder.path.glob("*.safetensors")):
             if left.exists():
                 raise UsageError(f"{folder.path} holds {left.name} of a run without config.toml; give another --out")
         parent = next(p for p in (folder.path, *folder.path.absolute().parents) if p.exists())

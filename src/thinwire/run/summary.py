@@ -1,11 +1,11 @@
-"""summary.json: what a run reached, sent and cost, under stable keys."""
+"""summary.json: what a run reached, sent and cost."""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,65 +16,66 @@ from thinwire.common.tensors import num_bytes
 from thinwire.config import RunConfig
 from thinwire.run.meters import add_up
 from thinwire.run.network import LinkReport
-from thinwire.tasks.base import Task
-
-
-class Small(NamedTuple):
-    """A model that is smaller than the whole one, and its metric on the test set."""
-
-    model: nn.Module
-    value: float
+from thinwire.run.position import Position
+from thinwire.run.schema import ArtifactSummary, SeriesSummary, Summary
+from thinwire.strategies.base import Artifact, Strategy
 
 
 def summarise(
-    config: RunConfig, task: Task, link: LinkReport, *, epochs: int, steps: int, seconds: float, train_seconds: float,
-    samples: int, value: float, best: float, parameters: int, consolidated: nn.Module, small: Small | None,
-    exits: Sequence[Small], status: dict[str, Any],
-    everyone: list[dict[str, Any]], nodes: int, device: torch.device,
-) -> dict[str, Any]:  # fmt: skip
-    """The summary of a run. `everyone` has what each rank knows of itself."""
+    config: RunConfig, metric: str, at: Position, seconds: float, everyone: Sequence[Mapping[str, Any]], *,
+    link: LinkReport, nodes: int, parameters: int, model: nn.Module, artifacts: Sequence[tuple[Artifact, float]],
+    strategy: Strategy, device: torch.device,
+) -> Summary:  # fmt: skip
+    """The summary of a run. `everyone` has what each rank measured; artifacts come with their metrics."""
+    assert at.value is not None
+    assert at.best is not None
+    return Summary(
+        task=config.task, strategy=config.strategy, model=config.model or config.task, ranks=len(everyone),
+        nodes=nodes, link=config.link, seed=config.seed, epochs=at.epoch, steps=at.step, samples=at.samples,
+        seconds=seconds, train_seconds=at.train_seconds, metric=metric, value=at.value, best=at.best,
+        samples_per_second=at.samples / at.train_seconds if at.train_seconds else 0.0, parameters=parameters,
+        peak_memory_bytes=max(one["peak_memory_bytes"] for one in everyone), versions=versions(device),
+        **_network_fields(everyone, link), **_model_fields(model, artifacts, strategy),
+    )  # fmt: skip
+
+
+def _network_fields(everyone: Sequence[Mapping[str, Any]], link: LinkReport) -> dict[str, Any]:
     sent = sent_by_purpose(everyone)
     kernel = add_up([one["kernel"] for one in everyone])
     measured = {"rate_mbit": link.rate_mbit, "latency_ms": link.latency_ms} if link.rate_mbit is not None else None
     ranks = len(everyone)
     return {
-        "task": config.task,
-        "strategy": config.strategy,
-        "model": config.model or config.task,
-        "ranks": ranks,
-        "nodes": nodes,
-        "link": config.link,
         "link_state": link.state,
         "link_measured": measured,
-        "seed": config.seed,
-        "epochs": epochs,
-        "steps": steps,
-        "samples": samples,
-        "seconds": seconds,
-        "train_seconds": train_seconds,
-        "metric": task.metric,
-        "value": value,
-        "best": best,
-        "samples_per_second": samples / train_seconds if train_seconds else 0.0,
         "waiting_share": sum(one["waiting_seconds"] / max(one["train_seconds"], 1e-9) for one in everyone) / ranks,
         "wire_bytes_per_rank": round(bytes_of(sent) / ranks),
         "wire_bytes_by_link": {link: bytes_of(sent, links=(link,)) for link in LINKS},
         "wire_bytes_by_purpose": sent,
         "kernel_bytes_per_rank": round(sum(kernel.values()) / ranks) if kernel else None,
         "kernel_bytes_by_link": kernel,
-        "parameters": parameters,
-        "parameters_consolidated": count(small.model if small else consolidated),
-        "model_bytes": _saved_bytes(consolidated),
-        "factored": small and _about(small, consolidated),
-        "exits": [{"parameters": count(exit.model), "value": exit.value} for exit in exits],
-        "flops_per_sample": status.get("flops_per_sample"),
-        "backprop_flops_per_sample": status.get("backprop_flops_per_sample"),
-        "peak_memory_bytes": max(one["peak_memory_bytes"] for one in everyone),
-        "versions": versions(device),
     }
 
 
-def sent_by_purpose(everyone: list[dict[str, Any]]) -> SentByPurpose:
+def _model_fields(model: nn.Module, artifacts: Sequence[tuple[Artifact, float]], strategy: Strategy) -> dict[str, Any]:
+    same = [count(artifact.model) for artifact, _ in artifacts if artifact.computes_the_same]
+    return {
+        "parameters_consolidated": min([count(model), *same]),
+        "model_bytes": _saved_bytes(model),
+        "artifacts": [_artifact_summary(artifact, value, model) for artifact, value in artifacts],
+        "status": strategy.status(),
+        "series": {name: SeriesSummary(**series._asdict()) for name, series in strategy.series.items()},
+    }
+
+
+def _artifact_summary(artifact: Artifact, value: float, whole: nn.Module) -> ArtifactSummary:
+    size = count(artifact.model)
+    return ArtifactSummary(
+        name=artifact.name, about=artifact.about, file=artifact.file, column=artifact.column, parameters=size,
+        bytes=_saved_bytes(artifact.model), ratio=count(whole) / size, value=value,
+    )  # fmt: skip
+
+
+def sent_by_purpose(everyone: Sequence[Mapping[str, Any]]) -> SentByPurpose:
     """What all ranks sent, from their ledgers; every other total is a sum of these."""
     sent: SentByPurpose = {}
     for row in (row for one in everyone for row in one["ledger"]):
@@ -82,11 +83,6 @@ def sent_by_purpose(everyone: list[dict[str, Any]]) -> SentByPurpose:
         part["between"] += row["between_bytes"]
         part["inside"] += row["wire_bytes"] - row["between_bytes"]
     return sent
-
-
-def _about(small: Small, whole: nn.Module) -> dict[str, Any]:
-    size = count(small.model)
-    return {"parameters": size, "ratio": count(whole) / size, "bytes": _saved_bytes(small.model), "value": small.value}
 
 
 def _saved_bytes(model: nn.Module) -> int:

@@ -23,7 +23,7 @@ def result_table(summary: dict[str, Any], ledgers: list[list[dict[str, Any]]]) -
     words = (
         f"{format_seconds(summary['seconds'])} in all, {format_seconds(summary['train_seconds'])} of it training, "
         f"{100 * summary['waiting_share']:.0f} % of that waiting for the network; "
-        f"{summary['parameters']:,} parameters\n{_factored_line(summary)}{_blocks_line(summary)}"
+        f"{summary['parameters']:,} parameters\n{_strategy_lines(summary)}"
         f"{_sent_line(summary)}"
     )
     if summary["nodes"] > 1 or summary["link"]:
@@ -64,26 +64,21 @@ def _sent_line(summary: dict[str, Any]) -> str:
     )
 
 
-def _factored_line(summary: dict[str, Any]) -> str:
-    small = summary["factored"]
-    if not small:
-        return ""
-    value = format_metric(small["value"], summary["metric"])
-    return (
-        f"with low-rank layers as two thin ones: {small['parameters']:,} parameters ({small['ratio']:.1f} : 1), "
-        f"{format_bytes(small['bytes'])} instead of {format_bytes(summary['model_bytes'])}, "
-        f"{summary['metric']} {value}\n"
-    )
-
-
-def _blocks_line(summary: dict[str, Any]) -> str:
-    """What blocks cost that train themselves, and how well each would do as the end of the model."""
-    flops, backprop = summary.get("flops_per_sample"), summary.get("backprop_flops_per_sample")
-    if not flops or not backprop:
-        return ""
-    words = f"{format_count(flops)} operations to train on a sample, {flops / backprop:.2f} of backpropagation's\n"
-    exits = ", ".join(format_metric(exit["value"], summary["metric"]) for exit in summary["exits"])
-    return words + (f"{summary['metric']} of early exits, first block first: {exits}\n" if exits else "")
+def _strategy_lines(summary: dict[str, Any]) -> str:
+    """What the strategy reports that belongs into a table, and the further models that it made."""
+    metric, lines = summary["metric"], []
+    for name, series in summary["series"].items():
+        if series["draw"] == "column" and name in summary["status"]:
+            number, reference = summary["status"][name]
+            ratio = f", {number / reference:.2f} × {series['cell']}" if reference else ""
+            lines.append(f"{series['title']}: {format_count(number)}{ratio}")
+    for one in summary["artifacts"]:
+        lines.append(
+            f"{one['file']}, {one['about']}: {one['parameters']:,} parameters ({one['ratio']:.1f} : 1), "
+            f"{format_bytes(one['bytes'])} instead of {format_bytes(summary['model_bytes'])}, "
+            f"{metric} {format_metric(one['value'], metric)}"
+        )
+    return "".join(f"{line}\n" for line in lines)
 
 
 def network_line(summary: dict[str, Any]) -> str:

@@ -1,38 +1,33 @@
-"""One rank: connect, build, train, evaluate, keep records."""
+"""One rank's run: connect, build, train epoch by epoch, save checkpoints."""
 
 from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 from thinwire import registry
 from thinwire.comm.base import Comm
 from thinwire.comm.join import join
-from thinwire.comm.ledger import TRAINING, bytes_of
 from thinwire.comm.world import find_world
 from thinwire.common.messages import print_line
-from thinwire.common.tensor_files import save_model
 from thinwire.config import MAY_CHANGE, RunConfig
 from thinwire.data import Loader, mix
-from thinwire.errors import PeerLost, UsageError
-from thinwire.exchange.assembly import StreamedModel, export
-from thinwire.run import checkpoint
+from thinwire.errors import PeerLost
 from thinwire.run.checkpoint import Checkpoints
-from thinwire.run.evaluation import evaluate
 from thinwire.run.meters import Meters
 from thinwire.run.network import LinkReport
+from thinwire.run.position import Position, load_position, state_of_run
 from thinwire.run.progress import Progress, Reported, Shown, Silent
+from thinwire.run.recorder import Recorder
 from thinwire.run.records import RunFolder
 from thinwire.run.startup import agree, choose_device, fingerprint, open_folder, seed_everything, with_defaults
-from thinwire.run.summary import Small, count, sent_by_purpose, summarise
-from thinwire.run.tables import result_table
+from thinwire.run.summary import count
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.learner import CHECK_EVERY_STEPS, Recipe, not_finite
 from thinwire.tasks.base import load_task
@@ -58,22 +53,6 @@ def run_rank(config: RunConfig, link: LinkReport = LinkReport(), progress_file: 
         return Run(config, comm, device, link, progress_file).run()
 
 
-@dataclass(frozen=True)
-class Position:
-    """Where a run is: with the states of strategy and random generators, enough to go on exactly."""
-
-    epoch: int = 0
-    batch: int = 0  # the next one of this epoch
-    step: int = 0
-    samples: int = 0  # trained on, by all ranks
-    loss_sum: float = 0.0  # over this epoch's batches, on this rank
-    value: float | None = None  # the metric after the last whole epoch
-    best: float | None = None
-    seconds: float = 0.0
-    train_seconds: float = 0.0
-    epochs_seconds: float = 0.0  # rank 0's training time at the end of the last epoch: what all ranks agree on
-
-
 class Run:
     """A run as one rank sees it."""
 
@@ -95,14 +74,16 @@ class Run:
         self.config = with_defaults(config, self.task, comm)
         seed_everything(config.seed)
         model = self.task.build_model(config.model).to(device)
-        self.num_parameters = count(model)
+        num_parameters = count(model)
         self.strategy = self._strategy(model)
-        self.batch_size = self._get("batch_size")
         shard = self.strategy.shard
-        self.loader = Loader(self.task.train, shard, self.batch_size, seed=config.seed, ranks=comm.size)
+        self.loader = Loader(self.task.train, shard, self._get("batch_size"), seed=config.seed, ranks=comm.size)
         self.num_steps = self._get("epochs") * len(self.loader)
         seed_everything(mix(config.seed, comm.rank))  # dropout differs between ranks
         self.folder = open_folder(config, comm)
+        self.recorder = Recorder(
+            self.config, self.task, comm, self.strategy, self.meters, self.folder, num_parameters
+        )  # fmt: skip
         identity = {
             **self.config.model_dump(mode="json", exclude=MAY_CHANGE),
             "samples": self.loader.num_samples,
@@ -132,7 +113,7 @@ class Run:
             raise
         finally:
             self.progress.close()
-        return self._finish()
+        return self.recorder.at_end(self.at, self._seconds(), show=self.progress_file is None)
 
     # ---- training
 
@@ -173,17 +154,20 @@ class Run:
                 self._look(speed())
             if save:
                 pause = time.monotonic()
-                self.checkpoints.save(self.at.step, self._state)
+                self._save_checkpoint()
                 begin += time.monotonic() - pause  # that was no training
         self.meters.timeline.pause()
         with self.meters.timeline.step(self.at.step):
             self.strategy.end_epoch()
         self._look(speed())
         self._advance(train_seconds=time.monotonic() - begin)  # a GPU may have been at work until now
-        row = self._test_and_record(speed())
+        row, everyone = self.recorder.after_epoch(self.at, self._seconds(), speed())
         value = row[f"test_{self.task.metric}"]
-        self._advance(epoch=self.at.epoch + 1, batch=0, loss_sum=0.0, value=value, best=self._better(value))
-        self.checkpoints.save(self.at.step, self._state)
+        self._advance(
+            epoch=self.at.epoch + 1, batch=0, loss_sum=0.0, value=value, best=self._better(value),
+            epochs_seconds=everyone[0]["train_seconds"],
+        )  # fmt: skip
+        self._save_checkpoint()
         self.progress.epoch(row)
 
     def _look(self, samples_per_second: float) -> None:
@@ -206,117 +190,22 @@ class Run:
         generator = torch.Generator(self.device).manual_seed(seed)
         return self.task.transform(inputs.to(self.device, non_blocking=True), generator)
 
-    # ---- results
-
-    def _test_and_record(self, samples_per_second: float) -> dict[str, Any]:
-        with self.comm.ledger.purpose("eval"):
-            model = self.strategy.eval_model()
-        tested = self._tested(model)
-        with self.comm.ledger.purpose("eval"):
-            seen = torch.tensor([self.at.loss_sum / self.at.batch, 1.0], dtype=torch.float64) * self.strategy.sees_loss
-            loss_sum, num_seeing = self.comm.sum(seen).tolist()
-        everyone = self.meters.gather(self.at.train_seconds)
-        timeline = self.meters.gather_timeline() if self.at.epoch == 0 else []
-        self._advance(epochs_seconds=everyone[0]["train_seconds"])
-        sent = sent_by_purpose(everyone)
-        where = {"step": self.at.step, "epoch": self.at.epoch + 1}
-        row = {
-            **where,
-            "seconds": self._seconds(),
-            "train_seconds": self.at.train_seconds,
-            "train_loss": loss_sum / num_seeing,
-            **{f"test_{name}": value for name, value in tested.items()},
-            "samples_per_second": samples_per_second,
-            "wire_bytes": round(bytes_of(sent) / self.comm.size),
-            "training_bytes": round(bytes_of(sent, TRAINING) / self.comm.size),
-            "training_bytes_between": bytes_of(sent, TRAINING, ("between",)),
-            "waiting_seconds": sum(one["waiting_seconds"] for one in everyone) / self.comm.size,
-            **self.strategy.status(),
-        }
-        if self.comm.rank == 0:
-            self.folder.append(self.folder.metrics, [row])
-            self.folder.append_ledger(where, [one["ledger"] for one in everyone])
-            if timeline:
-                self.folder.save_timeline(timeline)
-        return row
-
-    def _finish(self) -> dict[str, Any]:
-        with self.comm.ledger.purpose("eval"):  # training is over
-            model = self.strategy.eval_model()
-            small = self._factored()
-            exits = [Small(exit, self._tested(exit)[self.task.metric]) for exit in self.strategy.exits()]
-        assert self.at.value is not None
-        assert self.at.best is not None
-        everyone = self.meters.gather(self.at.train_seconds)
-        summary = summarise(
-            self.config, self.task, self.meters.link, epochs=self.at.epoch, steps=self.at.step, seconds=self._seconds(),
-            train_seconds=self.at.train_seconds, samples=self.at.samples,
-            value=self.at.value, best=self.at.best, parameters=self.num_parameters, consolidated=model, small=small,
-            exits=exits, status=self.strategy.status(),
-            everyone=everyone, nodes=len(set(self.comm.nodes)), device=self.device,
-        )  # fmt: skip
-        if isinstance(model, StreamedModel):
-            export(self.folder.sharded_model, model, replace=True)
-        if self.comm.rank == 0:
-            if not isinstance(model, StreamedModel):
-                save_model(model, self.folder.model)
-            for number, exit in enumerate(exits, 1):
-                save_model(exit.model, self.folder.exit_model(number))
-            if small is not None:
-                save_model(small.model, self.folder.factored_model)
-            where = {"step": self.at.step, "epoch": self.at.epoch}
-            self.folder.append_ledger(where, [one["ledger"] for one in everyone], final=True)
-            self.folder.save_summary(summary)
-            if self.progress_file is None:
-                console = Console()
-                console.print(result_table(summary, [one["ledger"] for one in everyone]))
-                console.print(f"results in {self.folder.path}", highlight=False, soft_wrap=True)
-        with self.comm.ledger.purpose("checkpoint"):
-            self.comm.barrier()  # nobody leaves before the results are written
-        return summary
-
-    def _factored(self) -> Small | None:
-        """The same model with low-rank layers as two thin ones, where the strategy has any."""
-        if not any(rank < largest for rank, largest in self.strategy.status().get("ranks", {}).values()):
-            return None
-        small = self.strategy.consolidate(factored=True)
-        return Small(small, self._tested(small)[self.task.metric])
-
-    def _tested(self, model: nn.Module) -> dict[str, float]:
-        with self.comm.ledger.purpose("eval"):
-            return evaluate(
-                model, self.task, self.comm, self.device, batch_size=4 * self.batch_size, autocast=self.config.autocast
-            )
-
-    # ---- where we are
-
-    def _state(self) -> dict[str, Any]:
-        return {
-            "strategy": self.strategy.state_dict(),
-            "random": checkpoint.random_state(),
-            "position": asdict(replace(self.at, seconds=self._seconds())),
-            "meters": self.meters.state_dict(),
-        }
+    # ---- where it is
 
     def _resume(self) -> None:
-        before = self.meters.state_dict()
-        found = self.checkpoints.load_latest()
-        step, state = found or (0, None)
-        at = Position(**state["position"]) if state else Position()
-        if (at.epoch, at.batch) > (self._get("epochs"), 0):
-            done = f"{at.epoch} epochs and {at.batch} steps"
-            raise UsageError(f"--epochs {self._get('epochs')}, but {done} are done already; give more epochs or none")
-        if self.comm.rank == 0:
-            self.folder.forget_after(step)
-        if state is None:
-            self.meters.load_state_dict(before)
+        found = load_position(
+            self.checkpoints, self.strategy, self.meters, self.folder, self.comm, self._get("epochs")
+        )  # fmt: skip
+        if found is None:
             self._say(f"{self.folder.path} has no checkpoint that can be used; starting from the beginning")
             return
-        self.strategy.load_state_dict(state["strategy"])
-        checkpoint.set_random_state(state["random"])
-        self.meters.load_state_dict(state["meters"])  # as if never stopped
-        self.at = at
-        self._say(f"resuming at step {step} of {self.num_steps}")
+        self.at = found
+        self._say(f"resuming at step {self.at.step} of {self.num_steps}")
+
+    def _save_checkpoint(self) -> None:
+        self.checkpoints.save(
+            self.at.step, lambda: state_of_run(self.at, self._seconds(), self.strategy, self.meters)
+        )  # fmt: skip
 
     def _out_of_time(self) -> bool:
         return self.config.minutes is not None and self.at.epochs_seconds >= 60 * self.config.minutes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, PositiveInt
@@ -19,10 +19,11 @@ from thinwire.exchange.factoring import Factoring
 from thinwire.exchange.gradients import Exchange, exchange
 from thinwire.reducers.base import Reducer, carried, restored
 from thinwire.reducers.mean import mean
-from thinwire.strategies.base import Strategy, average_buffers, replicate
+from thinwire.strategies.base import Artifact, Series, Strategy
 from thinwire.strategies.groups import groups_of, nodes_of
 from thinwire.strategies.learner import Learner, Recipe
 from thinwire.strategies.phases import Lengths, Phase, Phases
+from thinwire.strategies.replicas import average_buffers, replicate
 from thinwire.surgery.attention import unpack_attention
 from thinwire.surgery.moments import State, copied, resized, rotated
 from thinwire.surgery.standard import standard
@@ -43,6 +44,17 @@ class AB(Strategy):
 
     Coquelin et al., "AB-Training: A Communication-Efficient Approach for Distributed Low-Rank Learning", 2024.
     """
+
+    series: ClassVar = {
+        "layer_ranks": Series(
+            "Rank of each layer",
+            "heatmap",
+            "Each row is a layer, the first one on top, and each column an epoch: the lighter a cell, the lower the "
+            "rank that the layer was last given, and the smaller its two factors.",
+            row="layer",
+            cell="rank",
+        )
+    }
 
     def __init__(
         self,
@@ -206,7 +218,15 @@ class AB(Strategy):
         ranks = {
             name: [self.ranks.get(name, largest), largest] for name, largest in self.factoring.largest_ranks.items()
         }
-        return {"phase": self.phase, "ranks": ranks}
+        return {"phase": self.phase, "layer_ranks": ranks}
+
+    def artifacts(self) -> list[Artifact]:
+        """The model with low-rank layers as two thin ones, if any layer has a low rank."""
+        if not self.ranks:
+            return []
+        about = "the trained model with low-rank layers as two thin ones"
+        model, file = self.consolidate(factored=True), "model-factored.safetensors"
+        return [Artifact("factored", about, model, file, column="Factored model", computes_the_same=True)]
 
     def consolidate(self, factored: bool = False) -> nn.Module:
         """What a meeting now would give; with `factored`, as two thin layers for each weight that has a low rank."""

@@ -14,9 +14,10 @@ from thinwire.exchange import gradients
 from thinwire.exchange.parameters import kept_buffers
 from thinwire.reducers.base import restored
 from thinwire.reducers.mean import mean
-from thinwire.strategies.base import Strategy, average_buffers, replicate
+from thinwire.strategies.base import Strategy
 from thinwire.strategies.groups import nodes_of
 from thinwire.strategies.learner import Learner, Recipe
+from thinwire.strategies.replicas import average_buffers, replicate
 
 
 class Alone(Strategy):
@@ -58,7 +59,7 @@ class Alone(Strategy):
     def end_epoch(self) -> None:
         """Nothing to do: parameters never differ between the ranks of a machine."""
 
-    def consolidate(self, factored: bool = False) -> nn.Module:
+    def consolidate(self) -> nn.Module:
         """The model of rank 0's machine, on every rank."""
         whole = copy.deepcopy(self.model)
         average_buffers(whole, self.machine)

@@ -18,9 +18,10 @@ from thinwire.exchange.parameters import ParameterAverager, keep_progress
 from thinwire.reducers.base import Reducer, restored
 from thinwire.reducers.half import bf16
 from thinwire.reducers.mean import mean
-from thinwire.strategies.base import Strategy, consolidated, replicate
+from thinwire.strategies.base import Strategy
 from thinwire.strategies.groups import groups_of, nodes_of
 from thinwire.strategies.learner import Learner, Recipe
+from thinwire.strategies.replicas import consolidated, replicate
 
 PATIENCE = 3  # epochs in a row without improvement, until the loss counts as stable
 
@@ -202,7 +203,7 @@ class DASO(Strategy):
 
     # ---- results and states
 
-    def consolidate(self, factored: bool = False) -> nn.Module:
+    def consolidate(self) -> nn.Module:
         """The mean over ranks. What is under way is part of it: no node gives up its own steps while it waits."""
         if self.batch and not self.epoch:
             say(

@@ -12,8 +12,9 @@ from thinwire.data import Batch, Shard
 from thinwire.exchange.gradients import exchange
 from thinwire.reducers.base import Reducer, restored
 from thinwire.reducers.mean import mean
-from thinwire.strategies.base import Strategy, consolidated, replicate
+from thinwire.strategies.base import Strategy
 from thinwire.strategies.learner import Learner, Recipe
+from thinwire.strategies.replicas import consolidated, replicate
 
 
 class DataParallel(Strategy):
@@ -55,7 +56,7 @@ class DataParallel(Strategy):
     def end_epoch(self) -> None:
         """Nothing to do: parameters never differ between ranks."""
 
-    def consolidate(self, factored: bool = False) -> nn.Module:
+    def consolidate(self) -> nn.Module:
         return consolidated(self.model, self.comm)
 
     def state_dict(self) -> dict[str, Any]:

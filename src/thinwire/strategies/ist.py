@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -20,8 +20,9 @@ from thinwire.errors import RunError, UsageError
 from thinwire.exchange.assembly import StreamedModel, assembled, calibrate, export, free_bytes
 from thinwire.exchange.gradients import NoExchange
 from thinwire.exchange.sharded import Report, ShardedTensors
-from thinwire.strategies.base import Strategy, tell_if_changed
+from thinwire.strategies.base import Series, Strategy
 from thinwire.strategies.learner import Learner, Recipe
+from thinwire.strategies.replicas import say_if_changed
 from thinwire.surgery.attention import unpack_attention
 from thinwire.surgery.axes import Axis, axes_of, blocks_of
 from thinwire.surgery.meta import initialised, keep_caches, to_meta
@@ -50,6 +51,12 @@ class IST(Strategy):
     """
 
     allows_uneven = True
+
+    series: ClassVar = {
+        "shares": Series(
+            "Shares of the units", "lines", "The part of the units that each rank was dealt, after each epoch."
+        )
+    }
 
     def __init__(
         self,
@@ -204,7 +211,7 @@ class IST(Strategy):
         shares = [share / sum(self.shares) for share in self.shares]
         return {"round": self.round, "shares": shares, "subnet": self.slices.count(self.hands[self.comm.rank])}
 
-    def consolidate(self, factored: bool = False) -> nn.Module:
+    def consolidate(self) -> nn.Module:
         """The whole network on every rank; refused where it does not fit: see `eval_model` and `export`."""
         if not self._fits():
             raise RunError(
@@ -306,7 +313,7 @@ class IST(Strategy):
         with self.comm.ledger.purpose("start"):
             homes.fill(given)
             own = [homes.part_of(name, tensor) for name, tensor in given.items()]
-            tell_if_changed(own, [homes.parts[name] for name in given], self.comm)
+            say_if_changed(own, [homes.parts[name] for name in given], self.comm)
         return homes
 
 

@@ -20,6 +20,7 @@ from thinwire.data import Batch, mix, to_device
 from thinwire.errors import RunError
 from thinwire.reducers.base import Reducer
 from thinwire.reducers.mean import mean
+from thinwire.strategies.base import Artifact
 from thinwire.strategies.learner import Recipe
 from thinwire.strategies.staged import Cut, Staged, fingerprint, seeded
 from thinwire.surgery.costs import flops
@@ -239,6 +240,14 @@ class LocalParallel(Staged):
             nn.Sequential(*(early.get_submodule("block") for early in stages[: k + 1]), stage.get_submodule("head"))
             for k, stage in enumerate(stages)
             if stage.head is not None
+        ]
+
+    def artifacts(self) -> list[Artifact]:
+        """The early exits, the shortest first."""
+        about = "the model that ends after block {}, with its head"
+        return [
+            Artifact(f"exit-{k}", about.format(k), exit, f"exit-{k}.safetensors")
+            for k, exit in enumerate(self.exits(), 1)
         ]
 
     # ---- states

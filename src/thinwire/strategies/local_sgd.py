@@ -15,8 +15,9 @@ from thinwire.exchange.gradients import NoExchange
 from thinwire.exchange.parameters import Outer, ParameterAverager
 from thinwire.reducers.base import Reducer
 from thinwire.reducers.mean import mean
-from thinwire.strategies.base import Strategy, consolidated, replicate
+from thinwire.strategies.base import Strategy
 from thinwire.strategies.learner import Learner, Recipe
+from thinwire.strategies.replicas import consolidated, replicate
 
 
 class Periodic(Strategy):
@@ -88,7 +89,7 @@ class Periodic(Strategy):
         """Whether every rank's parameters are the same."""
         return self.averaging.flight is None and not any(self.went_on)
 
-    def consolidate(self, factored: bool = False) -> nn.Module:
+    def consolidate(self) -> nn.Module:
         """The mean over ranks. What is under way is part of it: no rank gives up its own steps while it waits."""
         return consolidated(self.model, self.comm, self.averaging.names if not self.together else [])
 

@@ -7,7 +7,7 @@ import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,9 @@ from thinwire.data import Shard, mix
 from thinwire.errors import RunError, UsageError
 from thinwire.exchange.gradients import AfterBackward, Exchange, NoExchange
 from thinwire.reducers.base import Reducer, restored
-from thinwire.strategies.base import Strategy, average_buffers, replicate
+from thinwire.strategies.base import Series, Strategy
 from thinwire.strategies.learner import Learner, Recipe
+from thinwire.strategies.replicas import average_buffers, replicate
 from thinwire.surgery.blocks import Segment, balanced, check_ties, resolved, segments_of
 from thinwire.surgery.costs import activations, flops, seconds
 from thinwire.surgery.meta import to_meta, with_tensors
@@ -40,12 +41,22 @@ class Stage(nn.Module):
         self.head: nn.Module | None = head
 
 
-class Staged(Strategy):
+class Staged(Strategy, abstract=True):
     """What strategies have in common whose ranks are stages × replicas.
 
     Stage k's replicas are neighbouring ranks, so that the gradients which they exchange stay near. Stages of one
     replica read the same batches. The model is cut when the first batch shows what passes between its layers.
     """
+
+    series: ClassVar = {
+        "operations": Series(
+            "Operations a sample",
+            "column",
+            "What training on a sample costs, heads included, and how much that is of backpropagation's; counted for "
+            "strategies that cut the model into blocks.",
+            cell="backprop",
+        )
+    }
 
     def __init__(
         self, name: str, model: nn.Module, recipe: Recipe, comm: Comm, blocks: int | None, cut: Cut, reducer: Reducer
@@ -198,12 +209,11 @@ class Staged(Strategy):
             return {}
         return {
             "blocks": [self.units[start].name for start in self.starts],
-            "shares": [round(share, 3) for share in self.shares],
-            "flops_per_sample": self.flops_per_sample,
-            "backprop_flops_per_sample": self.backprop_flops_per_sample,
+            "operation_shares": [round(share, 3) for share in self.shares],
+            "operations": [self.flops_per_sample, self.backprop_flops_per_sample],
         }
 
-    def consolidate(self, factored: bool = False) -> nn.Module:
+    def consolidate(self) -> nn.Module:
         if not self.begun:
             return copy.deepcopy(self.model)
         tensors = {

@@ -29,8 +29,4 @@ DEFINITIONS = {
     "reached it.",
     "± deviation": "The sample standard deviation over seeds. With one seed there is none.",
     "Peak memory": "The most that any one rank held.",
-    "Operations a sample": "What training on a sample costs, heads included, and how much that is of "
-    "backpropagation's; counted for strategies that cut the model into blocks.",
-    "Factored model": "The trained model with low-rank layers as two thin ones, as saved, and how often its parameters "
-    "go into those of the full one.",
 }

@@ -15,8 +15,8 @@ from thinwire.compare.report.definitions import DEFINITIONS
 from thinwire.compare.report.figures import PURPOSES
 from thinwire.compare.report.marks import GREY, Figure
 from thinwire.compare.report.notes import all_records, all_summaries, measured_link, notes
-from thinwire.compare.report.ranks import ranks
-from thinwire.compare.report.table import results_table
+from thinwire.compare.report.series import declared_series, series_figures
+from thinwire.compare.report.table import artifacts_of, results_table
 from thinwire.compare.report.timeline import KINDS, timeline
 from thinwire.compare.report.words import breakable, code, counted, listed, spec_of
 from thinwire.compare.results import Entry, Record, Results
@@ -48,8 +48,8 @@ def page(results: Results) -> str:
     body = [_intro(results), notes(results)]
     if results.example:
         body[1:1] = [_verdicts(results)]
-        body += [results_table(results), _figures(results, drawn), _ranks(results, drawn), _timelines(results, drawn)]
-    body += [_repeat(results), _definitions()]
+        body += [results_table(results), _figures(results, drawn), _series(results, drawn), _timelines(results, drawn)]
+    body += [_repeat(results), _definitions(results)]
     scripts = [_script(get_plotlyjs()), _data(drawn)] if drawn else []
     scripts += [_script(_file("script.js"))] if results.example else []
     return "\n".join([_head(_title(results)), *body, "</main>", *scripts, "</body></html>", ""])
@@ -145,15 +145,13 @@ def _scale(figure: Figure | None) -> str:
     return f"<p>{escape(figure.scale)}</p>" if figure and figure.scale else ""
 
 
-def _ranks(results: Results, drawn: list[Figure]) -> str:
-    found = [(i, e, f) for i, e in enumerate(results.entries) if (f := ranks(i, e))]
-    if not found:
-        return ""
-    words = (
-        "Each row is a layer, the first one on top, and each column an epoch: the lighter a cell, the lower the rank "
-        "that the layer was last given, and the smaller its two factors."
-    )
-    return _folds("Rank of each layer", f"<p>{words}</p>", found, drawn)
+def _series(results: Results, drawn: list[Figure]) -> str:
+    """A section for each series that strategies declare and that has something to draw."""
+    sections = []
+    for name, series in declared_series(results).items():
+        if found := list(series_figures(name, results)):
+            sections.append(_folds(series.title, f"<p>{escape(series.about)}</p>", found, drawn))
+    return "\n".join(sections)
 
 
 def _timelines(results: Results, drawn: list[Figure]) -> str:
@@ -248,8 +246,14 @@ def _outcome(record: Record) -> str:
     return f"{format_metric(value, record.summary['metric'])}, {format_seconds(seconds)}"
 
 
-def _definitions() -> str:
-    items = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in DEFINITIONS.items())
+def _definitions(results: Results) -> str:
+    own = {series.title: series.about for series in declared_series(results).values() if series.draw == "column"}
+    for one in (one for entry in results.entries for one in artifacts_of(entry) if one["column"]):
+        own[one["column"]] = (
+            f"{one['about'][:1].upper()}{one['about'][1:]}: its size as saved, and how often its parameters go into "
+            "those of the whole model."
+        )
+    items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in (DEFINITIONS | own).items())
     return f"<h2>How to read these figures</h2><dl>{items}</dl>"
 
 

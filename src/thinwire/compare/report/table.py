@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from html import escape
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from thinwire.comm.ledger import TRAINING
 from thinwire.common.formats import format_bytes, format_count, format_metric
 from thinwire.compare.noise import NONE, best_of, noise_of
+from thinwire.compare.report.series import declared_series, series_of
 from thinwire.compare.report.words import spec_of
 from thinwire.compare.results import Entry, Figure, Results, Spread, sent, spread
 from thinwire.compare.verdicts import baselines, is_unequal, speed, times
@@ -78,8 +79,8 @@ def _more_columns(results: Results) -> list[Column]:
         _column(f"Sent otherwise, {where}", sent(OTHERWISE, link), format_bytes, 0),
         _column(f"Sent in all, {where}", sent(None, link), format_bytes, -1),
         Column("In all between nodes, by kernel", _kernel),
-        Column("Factored model", _factored),
-        Column("Operations a sample", _operations),
+        *_artifact_columns(results),
+        *_series_columns(results),
     ]
 
 
@@ -156,22 +157,45 @@ def _kernel(entry: Entry) -> str | None:
     return f"{format_bytes(kernel.mean)}{apart.replace('-', '−')}"
 
 
-def _factored(entry: Entry) -> str | None:
-    """The size of the model with low-rank layers as two thin ones, and how often it fits into the full one."""
-    small = [summary["factored"] for r in entry.finished if (summary := r.summary) and summary.get("factored")]
-    if not small:
+def _artifact_columns(results: Results) -> list[Column]:
+    """A column for each kind of further model that strategies made and want to be shown."""
+    headings = dict.fromkeys(
+        one["column"] for entry in results.entries for one in artifacts_of(entry) if one["column"]
+    )  # fmt: skip
+    return [Column(heading, lambda entry, heading=heading: _artifact(entry, heading)) for heading in headings]  # type: ignore[misc]
+
+
+def artifacts_of(entry: Entry) -> list[dict[str, Any]]:
+    """The further models that a strategy's finished runs made."""
+    return [one for r in entry.finished if (summary := r.summary) for one in summary.get("artifacts", [])]
+
+
+def _artifact(entry: Entry, heading: str) -> str | None:
+    """The size of a further model, and how often its parameters go into those of the whole one: means over seeds."""
+    found = [one for one in artifacts_of(entry) if one["column"] == heading]
+    if not found:
         return None
-    num_bytes, ratio = (sum(one[key] for one in small) / len(small) for key in ("bytes", "ratio"))
+    num_bytes, ratio = (sum(one[key] for one in found) / len(found) for key in ("bytes", "ratio"))
     return f'{format_bytes(num_bytes)}<span class="sub">{ratio:.1f} : 1</span>'
 
 
-def _operations(entry: Entry) -> str | None:
-    """What training on a sample costs, and how much that is of backpropagation's; of strategies that cut models."""
-    found = [summary for r in entry.finished if (summary := r.summary) and summary.get("flops_per_sample")]
-    if not found:
+def _series_columns(results: Results) -> list[Column]:
+    """A column for each value of a strategy's status that shall be one."""
+    return [
+        Column(series.title, lambda entry, name=name: _series_cell(entry, name))  # type: ignore[misc]
+        for name, series in declared_series(results).items()
+        if series.draw == "column"
+    ]
+
+
+def _series_cell(entry: Entry, name: str) -> str | None:
+    """The last number of the first seed that has one, and its ratio to the reference."""
+    series = series_of(entry).get(name)
+    found = [pair for r in entry.finished if (summary := r.summary) and (pair := summary.get("status", {}).get(name))]
+    if series is None or not found or not found[0][0]:
         return None
-    flops, backprop = (found[0][key] for key in ("flops_per_sample", "backprop_flops_per_sample"))
-    return f'{format_count(flops)}<span class="sub">{flops / backprop:.2f} × backprop</span>'
+    number, reference = found[0]
+    return f'{format_count(number)}<span class="sub">{number / reference:.2f} × {escape(series.cell)}</span>'
 
 
 def _best(column: Column, entries: list[Entry]) -> set[int]:

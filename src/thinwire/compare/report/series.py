@@ -1,0 +1,72 @@
+"""What strategies report of themselves, drawn as they declare it: see Series in strategies/base.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from thinwire.compare.report.axes import linear_ticks
+from thinwire.compare.report.heatmap import heatmap
+from thinwire.compare.report.marks import Figure, colour, dash, layout_of
+from thinwire.compare.results import Entry, Record, Results
+from thinwire.run.schema import SeriesSummary
+
+
+def declared_series(results: Results) -> dict[str, SeriesSummary]:
+    """The series that strategies of a comparison declare, by the name of the value in `status`."""
+    found: dict[str, SeriesSummary] = {}
+    for entry in results.entries:
+        found |= series_of(entry)
+    return found
+
+
+def series_of(entry: Entry) -> dict[str, SeriesSummary]:
+    """Those of one strategy; runs of earlier versions declare none."""
+    summaries = (record.summary for record in entry.finished if record.summary)
+    declared: dict[str, Any] = next((summary["series"] for summary in summaries if summary.get("series")), {})
+    return {name: SeriesSummary(**about) for name, about in declared.items()}
+
+
+def series_figures(name: str, results: Results) -> Iterator[tuple[int, Entry, Figure]]:
+    """A figure for each strategy that declares a series of this name, if there is something to draw."""
+    for i, entry in enumerate(results.entries):
+        series = series_of(entry).get(name)
+        if series is None or series.draw == "column":
+            continue
+        figure = (heatmap if series.draw == "heatmap" else lines)(name, series, i, entry)
+        if figure is not None:
+            yield i, entry, figure
+
+
+def lines(name: str, series: SeriesSummary, i: int, entry: Entry) -> Figure | None:
+    """Each number against epochs, of the first finished seed in which one of them changes."""
+    for record in entry.finished:
+        history = _history(record, name)
+        if any(len(set(points.values())) > 1 for points in history.values()):
+            data = [
+                {"type": "scatter", "mode": "lines+markers", "x": list(points), "y": list(points.values()), "name": key,
+                 "line": {"color": colour(k), "dash": dash(k)}}
+                for k, (key, points) in enumerate(history.items())
+            ]  # fmt: skip
+            last = max(epoch for points in history.values() for epoch in points)
+            xaxis = {"title": {"text": "epoch"}, "tickvals": sorted(set(linear_ticks(last)))}
+            layout = layout_of(300, xaxis=xaxis, yaxis={"title": {"text": series.title}}) | {"showlegend": True}
+            return Figure(f"{name}-{i + 1}", f"{series.title}, {entry.spec}", f"Seed {record.seed}.", data, layout)
+    return None
+
+
+def _history(record: Record, name: str) -> dict[str, dict[int, float]]:
+    """By the name of a line: its numbers by epoch."""
+    history: dict[str, dict[int, float]] = {}
+    for row in record.metrics:
+        value = row.get(name)
+        parts = value if isinstance(value, dict) else dict(enumerate(value if isinstance(value, list) else [value]))
+        for key, number in parts.items():
+            if _is_number(number) and _is_number(row.get("epoch")):
+                history.setdefault(str(key), {})[row["epoch"]] = number
+    return history
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

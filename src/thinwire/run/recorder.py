@@ -1,0 +1,101 @@
+"""What a run keeps of itself: test results and a row of metrics after each epoch; summary and models at the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from thinwire.comm.base import Comm
+from thinwire.comm.ledger import TRAINING, bytes_of
+from thinwire.common.tensor_files import save_model
+from thinwire.config import RunConfig
+from thinwire.exchange.assembly import save_whole_model
+from thinwire.run.evaluation import evaluate
+from thinwire.run.meters import Meters
+from thinwire.run.position import Position
+from thinwire.run.records import RunFolder
+from thinwire.run.schema import MetricsRow
+from thinwire.run.summary import sent_by_purpose, summarise
+from thinwire.run.tables import result_table
+from thinwire.strategies.base import Strategy
+from thinwire.tasks.base import Task
+
+
+class Recorder:
+    """Tests the model and writes the run's folder. Every method is collective; rank 0 writes."""
+
+    def __init__(
+        self, config: RunConfig, task: Task, comm: Comm, strategy: Strategy, meters: Meters, folder: RunFolder,
+        num_parameters: int,
+    ) -> None:  # fmt: skip
+        self.config, self.task, self.comm, self.strategy = config, task, comm, strategy
+        self.meters, self.folder, self.num_parameters = meters, folder, num_parameters
+        self.device = meters.device
+
+    def after_epoch(
+        self, at: Position, seconds: float, samples_per_second: float
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Test the model and add a row of metrics; returns the row, and what every rank measured of itself."""
+        with self.comm.ledger.purpose("eval"):
+            model = self.strategy.eval_model()
+        tested = self._tested(model)
+        with self.comm.ledger.purpose("eval"):
+            seen = torch.tensor([at.loss_sum / at.batch, 1.0], dtype=torch.float64) * self.strategy.sees_loss
+            loss_sum, num_seeing = self.comm.sum(seen).tolist()
+        everyone = self.meters.gather(at.train_seconds)
+        timeline = self.meters.gather_timeline() if at.epoch == 0 else []
+        sent = sent_by_purpose(everyone)
+        where = {"step": at.step, "epoch": at.epoch + 1}
+        extra: dict[str, Any] = {f"test_{name}": value for name, value in tested.items()} | self.strategy.status()
+        row = MetricsRow(
+            step=at.step, epoch=at.epoch + 1, seconds=seconds, train_seconds=at.train_seconds,
+            train_loss=loss_sum / num_seeing, samples_per_second=samples_per_second,
+            wire_bytes=round(bytes_of(sent) / self.comm.size),
+            training_bytes=round(bytes_of(sent, TRAINING) / self.comm.size),
+            training_bytes_between=bytes_of(sent, TRAINING, ("between",)),
+            waiting_seconds=sum(one["waiting_seconds"] for one in everyone) / self.comm.size,
+            **extra,
+        ).model_dump()  # fmt: skip
+        if self.comm.rank == 0:
+            self.folder.append(self.folder.metrics, [row])
+            self.folder.append_ledger(where, [one["ledger"] for one in everyone])
+            if timeline:
+                self.folder.save_timeline(timeline)
+        return row, everyone
+
+    def at_end(self, at: Position, seconds: float, show: bool) -> dict[str, Any]:
+        """Write models and summary; returns the summary. `show` prints it as a table too."""
+        with self.comm.ledger.purpose("eval"):  # training is over
+            model = self.strategy.eval_model()
+            artifacts = [(one, self._tested(one.model)[self.task.metric]) for one in self.strategy.artifacts()]
+        everyone = self.meters.gather(at.train_seconds)
+        summary = summarise(
+            self.config, self.task.metric, at, seconds, everyone,
+            link=self.meters.link, nodes=len(set(self.comm.nodes)), parameters=self.num_parameters, model=model,
+            artifacts=artifacts, strategy=self.strategy, device=self.device,
+        ).model_dump()  # fmt: skip
+        save_whole_model(model, self.folder.path, self.comm)
+        if self.comm.rank == 0:
+            for artifact, _ in artifacts:
+                save_model(artifact.model, self.folder.path / artifact.file)
+            ledgers = [one["ledger"] for one in everyone]
+            self.folder.append_ledger({"step": at.step, "epoch": at.epoch}, ledgers, final=True)
+            self.folder.save_summary(summary)
+            if show:
+                console = Console()
+                console.print(result_table(summary, ledgers))
+                console.print(f"results in {self.folder.path}", highlight=False, soft_wrap=True)
+        with self.comm.ledger.purpose("checkpoint"):
+            self.comm.barrier()  # nobody leaves before the results are written
+        return summary
+
+    def _tested(self, model: nn.Module) -> dict[str, float]:
+        assert self.config.batch_size is not None
+        with self.comm.ledger.purpose("eval"):
+            return evaluate(
+                model, self.task, self.comm, self.device,
+                batch_size=4 * self.config.batch_size, autocast=self.config.autocast,
+            )  # fmt: skip

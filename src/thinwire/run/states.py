@@ -1,0 +1,81 @@
+"""States as a checkpoint holds them: trees as JSON and tensors, and the random generators."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.common.dtypes import as_reals
+
+Tree = Any  # dicts, lists, tuples, tensors, numbers, strings, booleans, None
+
+
+def pack(tree: Tree, tensors: dict[str, Tensor], path: str = "") -> Tree:
+    """A tree as JSON: tensors are put aside under their path, and what JSON lacks is marked."""
+    match tree:
+        case Tensor():
+            while path in tensors:  # {"a/b": …} beside {"a": {"b": …}}
+                path += "'"
+            tensors[path] = as_reals(tree.detach()).cpu().contiguous().clone()
+            return {"$complex" if tree.is_complex() else "$tensor": path}
+        case dict():
+            items = [[key, pack(value, tensors, f"{path}/{key}")] for key, value in tree.items()]
+            plain = all(isinstance(key, str) and not key.startswith("$") for key in tree)
+            return dict(items) if plain else {"$items": items}
+        case tuple():
+            return {"$tuple": [pack(value, tensors, f"{path}/{i}") for i, value in enumerate(tree)]}
+        case list():
+            return [pack(value, tensors, f"{path}/{i}") for i, value in enumerate(tree)]
+        case None | bool() | int() | float() | str():
+            return tree
+    raise TypeError(f"a checkpoint cannot hold {type(tree).__name__} (at {path or 'its root'})")
+
+
+def unpack(tree: Tree, tensors: dict[str, Tensor]) -> Tree:
+    """The tree that `pack` made JSON of."""
+    match tree:
+        case {"$tensor": path}:
+            return tensors[path]
+        case {"$complex": path}:
+            return torch.view_as_complex(tensors[path])
+        case {"$items": items}:
+            return {key: unpack(value, tensors) for key, value in items}
+        case {"$tuple": values}:
+            return tuple(unpack(value, tensors) for value in values)
+        case dict():
+            return {key: unpack(value, tensors) for key, value in tree.items()}
+        case list():
+            return [unpack(value, tensors) for value in tree]
+    return tree
+
+
+def random_state() -> dict[str, Any]:
+    """The state of every random generator that training may use."""
+    version, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+        "python": (version, tuple(internal), gauss),
+        "numpy": (
+            str(name),
+            torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            int(position),
+            int(has_gauss),
+            cached,
+        ),
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Go on with the random numbers of a state."""
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"])
+    random.setstate(state["python"])
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))

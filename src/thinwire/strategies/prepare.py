@@ -1,0 +1,111 @@
+"""tw.prepare: a trainer for your model, from the text that names a strategy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire import registry
+from thinwire.comm.base import Comm
+from thinwire.common.dtypes import refuse_unfit
+from thinwire.errors import UsageError
+from thinwire.optim import OptimizerFactory
+from thinwire.strategies.base import Strategy
+from thinwire.strategies.learner import Loss, Recipe
+from thinwire.surgery.meta import refuse_moved_to_meta
+
+
+def prepare(
+    spec: str,
+    *,
+    model: nn.Module,
+    optimizer: OptimizerFactory,
+    loss: Loss,
+    comm: Comm,
+    schedule: Callable[[int], float] = lambda step: 1.0,
+    clip_norm: float | None = None,
+    accumulate: int = 1,
+    autocast: bool = False,
+    epochs: int | None = None,
+) -> Strategy:
+    """A trainer for your model: the strategy that a spec names, ready to `step`.
+
+    `optimizer` is a factory because some strategies make parameters in mid-run. `schedule` maps a step to a factor of
+    the learning rate that the optimizer has; torch's schedulers may set that too. `epochs` is how many there will be,
+    for strategies that have phases. All ranks start from rank 0's weights.
+
+    >>> import thinwire as tw, torch
+    >>> with tw.join() as comm:
+    ...     trainer = tw.prepare("data_parallel", model=torch.nn.Linear(2, 1), comm=comm,
+    ...                          optimizer=lambda p: torch.optim.SGD(p, 0.1), loss=torch.nn.functional.mse_loss)
+    ...     loss = trainer.step((torch.ones(4, 2), torch.zeros(4, 1)))
+    ...     type(trainer.consolidate()).__name__
+    'Linear'
+    """
+    _check_options(optimizer, loss, clip_norm, accumulate, epochs)
+    _check_schedule(schedule)
+    _check_model(model)
+    refuse_moved_to_meta(model)
+    refuse_unfit(model, "prepare")
+    recipe = Recipe(_checked(loss), optimizer, schedule, clip_norm, accumulate, autocast, epochs)
+    strategy: Strategy = registry.build("strategies", spec, model, recipe, comm)
+    return strategy
+
+
+def _check_options(optimizer: Any, loss: Any, clip_norm: float | None, accumulate: int, epochs: int | None) -> None:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            "optimizer: give a factory, not an optimizer: lambda parameters: torch.optim.SGD(parameters, 0.1)"
+        )
+    if not callable(loss) or isinstance(loss, type):
+        raise UsageError(f"loss={loss!r}; give a function of (output, targets), as torch.nn.functional.cross_entropy")
+    if accumulate < 1:
+        raise UsageError(f"accumulate={accumulate}; possible: 1 or more")
+    if clip_norm is not None and not clip_norm > 0:
+        raise UsageError(f"clip_norm={clip_norm}; possible: more than 0, or None to leave gradients as they are")
+    if epochs is not None and (epochs < 1 or epochs != int(epochs)):
+        raise UsageError(f"epochs={epochs}; give how many there will be, 1 or more, or leave it out")
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model={model!r}; give a module, as torch.nn.Linear(20, 2)")
+    if isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel):
+        raise UsageError(
+            "model is wrapped in DistributedDataParallel, which would average gradients a second time; give the model "
+            "in it, model.module, or keep the DDP and your loop: tw.attach"
+        )
+
+
+def _checked(loss: Loss) -> Loss:
+    """The same loss, but what is no tensor is refused by name."""
+
+    def checked(output: Any, targets: Tensor) -> Tensor:
+        found = loss(output, targets)
+        if not isinstance(found, Tensor):
+            raise UsageError(
+                f"the loss ({getattr(loss, '__name__', loss)}) returned a {type(found).__name__}; return the mean over "
+                "the batch as a tensor, without .item()"
+            )
+        return found
+
+    return checked
+
+
+def _check_schedule(schedule: Callable[[int], float]) -> None:
+    """Refuse what is no function from steps to factors: before the first step."""
+    try:
+        wrong = None if math.isfinite(schedule(0)) else f"schedule(0) is {schedule(0)}"
+    except Exception as error:
+        wrong = f"schedule(0) fails ({type(error).__name__}: {error})"
+    if wrong:
+        raise UsageError(
+            f"schedule={schedule!r}, but {wrong}; give a function from a step to a factor of the learning rate, as "
+            "lambda step: 0.99**step. To use one of torch's schedulers, make it in the optimizer factory, for the "
+            "optimizer that the factory returns, and call its step() after the trainer's"
+        )
