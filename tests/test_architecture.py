@@ -32,7 +32,7 @@ def test_imports_go_one_way_down(path: Path) -> None:
 
 def test_strategies_reducers_and_tasks_do_not_import_each_other() -> None:
     for folder, common in (
-        ("strategies", {"base", "learner", "groups", "phases", "staged"}),
+        ("strategies", {"base", "replicas", "learner", "groups", "phases", "staged"}),
         ("reducers", {"base", "mean", "owners", "error_feedback", "maxnorm"}),
     ):
         for path in (SOURCE / folder).glob("*.py"):

@@ -75,7 +75,7 @@ def test_what_is_known_before_the_runs() -> None:
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory, quick_python: None) -> Path:
+def compared(tmp_path_factory: pytest.TempPathFactory, program_server: None) -> Path:
     """A folder with a comparison without a baseline."""
     folder = tmp_path_factory.mktemp("compared")
     settings = ("--ranks", "2", "--epochs", "1", "--seeds", "1", "--baseline", "none", "--out", "cmp")
@@ -145,7 +145,7 @@ def test_a_baseline_that_costs_much_is_left_out_until_it_is_asked_for(compared: 
     assert strategies(folder) == ["data_parallel", "alone"]
 
 
-def test_a_baseline_may_fail_unless_it_was_asked_for(tmp_path: Path, quick_python: None) -> None:
+def test_a_baseline_may_fail_unless_it_was_asked_for(tmp_path: Path, program_server: None) -> None:
     fault = tmp_path / "happened"
     fault.touch()
     task = f"tests.user_task:noisy(fault='raise', step=3, once={str(fault)!r})"
@@ -189,7 +189,7 @@ def test_a_comparison_of_an_earlier_version_gets_none_unless_asked(compared: Pat
     assert "compare.json: run='perhaps' is not possible" in err
 
 
-def test_it_is_the_last_of_the_strategies_and_of_every_seed(tmp_path: Path, quick_python: None) -> None:
+def test_it_is_the_last_of_the_strategies_and_of_every_seed(tmp_path: Path, program_server: None) -> None:
     settings = ("--ranks", "2", "--epochs", "1", "--seeds", "2", "--baseline", "alone", "--out", "cmp")
     _, err = thinwire("compare", "local_sgd", *settings, folder=tmp_path)
     order = [line.partition(": ")[2] for line in err.splitlines() if line.startswith("run ")]
