@@ -48,10 +48,12 @@ def example(leading: str, /, first: int, *, reducer: Reducer, mode: Literal["a",
 
 
 def test_options_are_bound_checked_and_built() -> None:
-    leading, first, reducer, mode = registry.call(example, parse("example(3, reducer=mean, mode=b)"), "given")
+    leading, first, reducer, mode = example(
+        "given", **registry.bind_options(example, parse("example(3, reducer=mean, mode=b)"))
+    )
     assert (leading, first, mode) == ("given", 3, "b")
     assert isinstance(reducer, Reducer)
-    assert isinstance(registry.call(example, parse("example(1, reducer='mean()')"), "")[2], Reducer)
+    assert isinstance(registry.bind_options(example, parse("example(1, reducer='mean()')"))["reducer"], Reducer)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,7 @@ def test_options_are_bound_checked_and_built() -> None:
 )
 def test_mistakes_say_what_is_possible(text: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
-        registry.options(example, parse(text))
+        registry.bind_options(example, parse(text))
     assert message in str(caught.value)
 
 

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from thinwire import __version__, registry
 from thinwire.config import CompareConfig, RunConfig
-from thinwire.errors import ThinwireError
+from thinwire.errors import ThinwireError, invalid
 
 app = App(
     name="thinwire",
@@ -133,7 +133,7 @@ def main() -> None:
     except CycloptsError as error:
         cause = error.__cause__
         command = next((word for word in sys.argv[1:] if not word.startswith("-")), "thinwire")
-        _stop(registry.explain(cause, command, "--") if isinstance(cause, ValidationError) else _unknown(error), 2)
+        _stop(str(invalid(cause, command, "--")) if isinstance(cause, ValidationError) else _unknown(error), 2)
     except ThinwireError as error:
         _stop(str(error), error.exit_code)
     except KeyboardInterrupt:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Group, Parameter
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
-from thinwire.errors import UsageError, unknown
+from thinwire.errors import UsageError, invalid, unknown
 
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
@@ -161,15 +161,13 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def make_config(*layers: dict[str, Any], source: str = "settings") -> RunConfig:
     """One config from several layers of settings, later ones first."""
-    from thinwire.registry import explain
-
     merged: dict[str, Any] = {}
     for layer in layers:
         merged |= layer
     try:
         return RunConfig(**merged)
     except ValidationError as error:
-        raise UsageError(explain(error, source)) from None
+        raise invalid(error, source) from None
 
 
 def resumed(saved: RunConfig, asked: dict[str, Any], folder: Path) -> RunConfig:

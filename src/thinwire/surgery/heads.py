@@ -197,7 +197,7 @@ def own(
 ) -> Head:
     """Your own: a function that is given an example of what the block passes on, and one of the model's output."""
     module, _, name = function.partition(":")
-    made = registry.imported(module, name, f"head '{function}'")
+    made = registry.import_attribute(module, name, f"head '{function}'")
 
     def fit(joint: Joint) -> nn.Module:
         try:
