@@ -43,6 +43,17 @@ def test_what_the_source_says_is_what_python_sees(kind: str) -> None:
         assert [o.default is None for o in entry.options] == [p.default is p.empty for p in parameters]
 
 
+@pytest.mark.parametrize("kind", registry.TABLE)
+def test_every_option_says_what_it_does(kind: str) -> None:
+    silent = [
+        f"{entry.name}.{option.name}"
+        for entry in registry.describe(kind)
+        for option in entry.options
+        if not option.about
+    ]
+    assert silent == []
+
+
 def example(leading: str, /, first: int, *, reducer: Reducer, mode: Literal["a", "b"] = "a") -> tuple[object, ...]:
     return leading, first, reducer, mode
 

@@ -1,7 +1,7 @@
 """What `thinwire list` shows, read from the source without importing it, so without torch.
 
 A thing's summary is the first line of its docstring. Its options are its parameters; what an option does is the comment
-behind it, on the same line. A line of a reducer's docstring that begins with "Wire: " tells what it sends.
+behind it, on its last line. A line of a reducer's docstring that begins with "Wire: " tells what it sends.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _describe(name: str, module: str, attribute: str) -> Entry:
 
 
 def _read_options(args: ast.arguments, lines: list[str]) -> list[Option]:
-    """The parameters that are not positional-only, each with the comment on its line."""
+    """The parameters that are not positional-only, each with the comment behind it."""
     defaults: list[ast.expr | None] = [None] * (len(args.args) - len(args.defaults)) + list(args.defaults)
     pairs = [*zip(args.args, defaults, strict=True), *zip(args.kwonlyargs, args.kw_defaults, strict=True)]
     return [
@@ -60,7 +60,7 @@ def _read_options(args: ast.arguments, lines: list[str]) -> list[Option]:
             name=arg.arg,
             type=ast.unparse(arg.annotation) if arg.annotation else "",
             default=ast.unparse(default) if default else None,
-            about=lines[arg.lineno - 1].partition("  # ")[2],
+            about=lines[((default or arg).end_lineno or arg.lineno) - 1].partition("  # ")[2],
         )
         for arg, default in pairs
         if arg.arg != "self"
