@@ -56,7 +56,7 @@ def bind_options(target: Any, spec: Spec, num_leading: int = 0) -> dict[str, Any
             raise UsageError(
                 f"{spec.name}: {name} is missing; give a {SINGULAR[kind]}, for example {spec.name}(maxnorm)"
             )
-    given = {name: _build_nested(value, hints.get(name)) for name, value in given.items()}
+    given = {name: _build_nested(f"{spec.name}: {name}", value, hints.get(name)) for name, value in given.items()}
     return _validate(spec.name, given, parameters, hints)
 
 
@@ -64,31 +64,32 @@ def _name_values(spec: Spec, parameters: Parameters) -> dict[str, Any]:
     """The values of a spec by the names of their parameters: those without a name fill parameters in order."""
     if len(spec.args) > len(parameters):
         raise UsageError(
-            f"{spec.name}: {len(spec.args)} values given, takes at most {len(parameters)}: {list(parameters)}"
+            f"{spec.name}: {len(spec.args)} values given, takes at most {len(parameters)}: "
+            f"{', '.join(parameters) or 'it has no options'}"
         )
     given = dict(zip(parameters, spec.args, strict=False))
     for name, value in spec.options.items():
         if name not in parameters:
             raise unknown(f"option of {spec.name}", name, parameters)
         if name in given:
-            raise UsageError(f"{spec.name}: {name} is given twice")
+            raise UsageError(f"{spec.name}: {name} is given twice, by its place and by its name; leave one out")
         given[name] = value
     return given
 
 
-def _build_nested(value: Any, hint: Any) -> Any:
+def _build_nested(option: str, value: Any, hint: Any) -> Any:
     """For an option that is a reducer or a head, what its spec names; for others, a bare word as text."""
     kind = KIND_OF_TYPE.get(_type_name(hint))
     if kind and isinstance(value, str):
         value = parse(value)
     if kind and not isinstance(value, Spec):
-        raise UsageError(f"{value!r} is not a {SINGULAR[kind]}; expected one of {', '.join(TABLE[kind])}")
+        raise UsageError(f"{option}={value!r} is not a {SINGULAR[kind]}; possible: {', '.join(TABLE[kind])}")
     if not isinstance(value, Spec):
         return value
     if kind:
         return build(kind, value)
     if value.args or value.options:
-        raise UsageError(f"{value} is not possible here; expected a plain value")
+        raise UsageError(f"{option}={value} is not possible: should be a number, a word or a list, without brackets")
     return value.name
 
 
