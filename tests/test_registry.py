@@ -43,15 +43,28 @@ def test_what_the_source_says_is_what_python_sees(kind: str) -> None:
         assert [o.default is None for o in entry.options] == [p.default is p.empty for p in parameters]
 
 
+@pytest.mark.parametrize("kind", registry.TABLE)
+def test_every_option_says_what_it_does(kind: str) -> None:
+    silent = [
+        f"{entry.name}.{option.name}"
+        for entry in registry.describe(kind)
+        for option in entry.options
+        if not option.about
+    ]
+    assert silent == []
+
+
 def example(leading: str, /, first: int, *, reducer: Reducer, mode: Literal["a", "b"] = "a") -> tuple[object, ...]:
     return leading, first, reducer, mode
 
 
 def test_options_are_bound_checked_and_built() -> None:
-    leading, first, reducer, mode = registry.call(example, parse("example(3, reducer=mean, mode=b)"), "given")
+    leading, first, reducer, mode = example(
+        "given", **registry.bind_options(example, parse("example(3, reducer=mean, mode=b)"))
+    )
     assert (leading, first, mode) == ("given", 3, "b")
     assert isinstance(reducer, Reducer)
-    assert isinstance(registry.call(example, parse("example(1, reducer='mean()')"), "")[2], Reducer)
+    assert isinstance(registry.bind_options(example, parse("example(1, reducer='mean()')"))["reducer"], Reducer)
 
 
 @pytest.mark.parametrize(
@@ -61,18 +74,21 @@ def test_options_are_bound_checked_and_built() -> None:
         ("example('x', reducer=mean)", "first='x' is not possible: should be a valid integer"),
         ("example(1, reducer=mean, mode=c)", "mode='c' is not possible: should be 'a' or 'b'"),
         ("example(1, reducer=meen)", "unknown reducer 'meen'; did you mean 'mean'?"),
-        ("example(1, reducer=4)", "4 is not a reducer; expected one of mean"),
+        ("example(1, reducer=4)", "example: reducer=4 is not a reducer; possible: mean, fp16"),
         ("example(1, reducer=mean(x=1))", "unknown option of mean 'x'"),
-        ("example(1, mode=f(x=1), reducer=mean)", "f(x=1) is not possible here"),
-        ("example(1, 2, 3, 4)", "4 values given, takes at most 3"),
-        ("example(1, first=2)", "first is given twice"),
+        (
+            "example(1, mode=f(x=1), reducer=mean)",
+            "example: mode=f(x=1) is not possible: should be a number, a word or a list",
+        ),
+        ("example(1, 2, 3, 4)", "4 values given, takes at most 3: first, reducer, mode"),
+        ("example(1, first=2)", "first is given twice, by its place and by its name; leave one out"),
         ("example(1, redcer=mean)", "did you mean 'reducer'?"),
         ("example(1, leading=2)", "unknown option of example 'leading'"),
     ],
 )
 def test_mistakes_say_what_is_possible(text: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
-        registry.options(example, parse(text))
+        registry.bind_options(example, parse(text))
     assert message in str(caught.value)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import keyword
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,45 +11,7 @@ from hypothesis import strategies as st
 from thinwire.errors import UsageError
 from thinwire.spec import Spec, parse
 
-names = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True).filter(
-    lambda n: (
-        n
-        not in {
-            "in",
-            "is",
-            "or",
-            "as",
-            "if",
-            "def",
-            "del",
-            "for",
-            "not",
-            "and",
-            "try",
-            "pass",
-            "from",
-            "else",
-            "elif",
-            "with",
-            "class",
-            "raise",
-            "break",
-            "while",
-            "yield",
-            "async",
-            "await",
-            "global",
-            "assert",
-            "lambda",
-            "except",
-            "import",
-            "return",
-            "finally",
-            "continue",
-            "nonlocal",
-        }
-    )
-)
+names = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True).filter(lambda name: not keyword.iskeyword(name))
 plain = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5)
 )

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0.dev0"
 
-# Loaded on first use, so that `import thinwire` and `thinwire list` need no torch.
-_HOME = {
+# The module of each public name. It is imported on first use, so that `thinwire list` needs no torch.
+_MODULES = {
     "Axis": "thinwire.surgery.axes",
     "Comm": "thinwire.comm.base",
     "RunError": "thinwire.errors",
@@ -38,14 +38,14 @@ _HOME = {
     "prepare": "thinwire.strategies.prepare",
     "simulate": "thinwire.comm.threads",
 }
-__all__ = [*_HOME]
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'thinwire' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted([*globals(), *_MODULES])

@@ -1,4 +1,4 @@
-"""`python -m thinwire`, for torchrun."""
+"""Runs the command line as `python -m thinwire`, which torchrun needs."""
 
 from thinwire.cli import main
 

@@ -1,4 +1,4 @@
-"""The command line: arguments → calls."""
+"""The command line: reads arguments and calls what they ask for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.table import Table
 
 from thinwire import __version__, registry
 from thinwire.config import CompareConfig, RunConfig
-from thinwire.errors import ThinwireError
+from thinwire.errors import ThinwireError, invalid
 
 app = App(
     name="thinwire",
@@ -25,10 +25,10 @@ app = App(
     help="""Train neural networks over thin wires. Start here:
 
     ```
-    thinwire train --ranks 4                       # digits, four processes
+    thinwire train --ranks 4                                  # train on digits, in four processes
     thinwire compare data_parallel --ranks 4 --link 100mbit   # on a real slow network
-    thinwire list strategies                       # what else there is
-    torchrun --nproc-per-node 4 -m thinwire train  # in a world that exists
+    thinwire list strategies                                  # all strategies and their options
+    torchrun --nproc-per-node 4 -m thinwire train             # in processes that torchrun starts
     ```
     """,
 )
@@ -36,14 +36,16 @@ app = App(
 
 @app.command(sort_key=1)
 def train(
-    file: Annotated[Path | None, Parameter(help="Settings as TOML; options given here win over it.")] = None,
+    file: Annotated[
+        Path | None, Parameter(help="TOML file of settings. Options on the command line override it.")
+    ] = None,
     /,
     *,
     settings: Annotated[RunConfig, Parameter(name="*")] = RunConfig(),
 ) -> None:
-    """Train one model with one strategy; print what it reached and what it sent.
+    """Train a model with one strategy; print the metric that it reached and the bytes that it sent.
 
-    Names may carry options in brackets. For example:
+    A name may have options in brackets. For example:
 
     ```
     thinwire train --ranks 4 --epochs 10 --model "mlp(width=512, depth=3)"
@@ -58,17 +60,19 @@ def train(
 
 @app.command(sort_key=2)
 def compare(
-    *strategies: Annotated[str, Parameter(help="Names from 'thinwire list strategies', with options in brackets.")],
+    *strategies: Annotated[
+        str, Parameter(help="Names from 'thinwire list strategies', each with its options in brackets.")
+    ],
     settings: Annotated[CompareConfig, Parameter(name="*")] = CompareConfig(),
 ) -> None:
-    """Train the same model with each of several strategies; print a table, write report.html.
+    """Train the same model with several strategies; print a table and write report.html.
 
-    All have the same task, data order, initial weights and seeds. For example, on two nodes with a real link of
-    100 Mbit/s between them:
+    All runs have the same task, data order, initial weights and seeds. For example, on two nodes with a real link
+    of 100 Mbit/s between them:
 
     ```
     thinwire compare data_parallel "data_parallel(reducer=maxnorm)" --ranks 4 --nodes 2 --link 100mbit --target 95
-    thinwire compare --out runs/compare-1 --resume      # go on with what is not finished
+    thinwire compare --out runs/compare-1 --resume      # do the runs that are not finished
     ```
     """
     from thinwire.compare.bench import compare
@@ -78,12 +82,12 @@ def compare(
 
 @app.command(sort_key=3)
 def report(folder: Path, /) -> None:
-    """Write report.html into the folder of a comparison, or of a run: a page that needs nothing else to be read.
+    """Write report.html, a page that needs no other files, into the folder of a comparison or of a run.
 
     Parameters
     ----------
     folder
-        What thinwire compare, or thinwire train, wrote.
+        A folder that thinwire compare or thinwire train wrote.
     """
     from thinwire.compare.report import write_report
     from thinwire.compare.results import read_results
@@ -96,14 +100,14 @@ def list_(
     kind: Literal["strategies", "reducers", "heads", "tasks", "models", "optimizers", "schedules"] | None = None,
     /,
     *,
-    as_json: Annotated[bool, Parameter(name="--json", negative="", help="For programs.")] = False,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print JSON.")] = False,
 ) -> None:
-    """Show everything that has a name, with its options.
+    """List strategies, reducers, heads, tasks, models, optimizers and schedules, with their options.
 
     Parameters
     ----------
     kind
-        Show only these.
+        Show only names of this kind.
     """
     kinds = [kind] if kind else list(registry.TABLE)
     if as_json:
@@ -127,29 +131,35 @@ def list_(
 
 
 def main() -> None:
-    """Entry point: users' mistakes end with one message and code 2, failures with code 1."""
+    """Entry point. A mistake of the user ends with one message and exit code 2, a failed run with exit code 1."""
     try:
         app(sys.argv[1:], exit_on_error=False, print_error=False)
     except CycloptsError as error:
         cause = error.__cause__
-        command = next((word for word in sys.argv[1:] if not word.startswith("-")), "thinwire")
-        _stop(registry.explain(cause, command, "--") if isinstance(cause, ValidationError) else _unknown(error), 2)
+        command = next((word for word in sys.argv[1:] if word in [*app]), "")
+        message = str(invalid(cause, command, "--")) if isinstance(cause, ValidationError) else _explain(error, command)
+        _exit(message, 2)
     except ThinwireError as error:
-        _stop(str(error), error.exit_code)
+        _exit(str(error), error.exit_code)
     except KeyboardInterrupt:
-        _stop("stopped", 130)
-    except BrokenPipeError:  # the reader, head say, has seen enough
+        _exit("stopped", 130)
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _unknown(error: CycloptsError) -> str:
-    """What is unknown; an option of a strategy's own is told where it goes."""
-    given = re.match(r"Unknown option: --([\w-]+)", str(error))
+def _explain(error: CycloptsError, command: str) -> str:
+    """What is wrong with the arguments, and what to try."""
+    text = str(error).replace("Unused Tokens:", "too many arguments:")
+    given = re.match(r"Unknown option: --([\w-]+)", text)
     name = given.group(1).replace("-", "_") if given else ""
+    if (command, name) == ("compare", "strategy"):
+        return "compare takes strategies without --strategy, as thinwire compare data_parallel local_sgd"
     owners = [e.name for e in registry.describe("strategies") if name in {option.name for option in e.options}]
-    return f'--{name.replace("_", "-")} goes in brackets: "{owners[0]}({name}=…)"' if owners else str(error)
+    if owners:
+        return f'--{name.replace("_", "-")} goes in brackets: "{owners[0]}({name}=…)"'
+    return f"{text} See {' '.join(['thinwire', *command.split(), '--help'])}"
 
 
-def _stop(message: str, code: int) -> None:
+def _exit(message: str, code: int) -> None:
     print(f"thinwire: {message}", file=sys.stderr)
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""RunConfig: everything that decides a run, checked in one place."""
+"""RunConfig and CompareConfig: the settings of a run and of a comparison, checked in one place."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Annotated, Any, Literal
 from cyclopts import Group, Parameter
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
-from thinwire.errors import UsageError, unknown
+from thinwire.errors import UsageError, invalid, unknown
 
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 WHAT = Group("What to train", sort_key=1)
-HOW = Group("How", sort_key=2)
-WHERE = Group("Where, and what to keep", sort_key=3)
+HOW = Group("How to train it", sort_key=2)
+WHERE = Group("Where to run, and what to keep", sort_key=3)
 COMPARED = Group("What to compare", sort_key=0)
 
 
 def option(group: Group, help: str) -> Parameter:
-    """How a setting is shown on the command line."""
+    """The group and the help text of a setting on the command line."""
     return Parameter(group=group, help=help)
 
 
@@ -39,99 +39,118 @@ class RunConfig(BaseModel):
         option(WHAT, "How ranks work together: a name from 'thinwire list strategies', with its options in brackets."),
     ] = "data_parallel"
     model: Annotated[str | None, option(WHAT, "A name from 'thinwire list models'. Default: the task's.")] = None
-    data: Annotated[Path | None, option(WHAT, "Folder of the task's data files, where it needs any.")] = None
+    data: Annotated[Path | None, option(WHAT, "Folder of the task's data files, if it needs any.")] = None
 
     epochs: Annotated[PositiveInt | None, option(HOW, "Passes over the data. Default: the task's.")] = None
     minutes: Annotated[
         PositiveFloat | None,
-        option(HOW, "Stop with the epoch in which training has taken this long. Default: never."),
+        option(HOW, "Stop at the end of the epoch in which training has taken this long. Default: no limit."),
     ] = None
     batch_size: Annotated[
         PositiveInt | None,
         option(
             HOW,
-            "Samples per rank and step: every strategy takes this times the number of ranks in each update. "
+            "Samples per rank and step. With every strategy, an update takes this number times the ranks. "
             "Default: the task's.",
         ),
     ] = None
     lr: Annotated[PositiveFloat | None, option(HOW, "Learning rate. Default: the task's.")] = None
     optimizer: Annotated[str | None, option(HOW, "A name from 'thinwire list optimizers'. Default: the task's.")] = None
     schedule: Annotated[
-        str | None, option(HOW, "Learning rate over time, from 'thinwire list schedules'. Default: the task's.")
+        str | None,
+        option(HOW, "How the learning rate changes: a name from 'thinwire list schedules'. Default: the task's."),
     ] = None
-    clip_norm: Annotated[PositiveFloat | None, option(HOW, "Scale gradients down to this norm.")] = None
+    clip_norm: Annotated[
+        PositiveFloat | None,
+        option(HOW, "Scale gradients down to this norm if theirs is larger. Default: the task's, or none."),
+    ] = None
     accumulate: Annotated[
-        PositiveInt, option(HOW, "Compute each batch in this many pieces: less memory, same update.")
+        PositiveInt,
+        option(HOW, "Split each batch into this many pieces and add up their gradients: less memory, same update."),
     ] = 1
-    autocast: Annotated[bool, option(HOW, "Compute in bfloat16 where that is safe.")] = False
-    seed: Annotated[NonNegativeInt, option(HOW, "Of weights, data order and everything else random.")] = 0
+    autocast: Annotated[bool, option(HOW, "Compute in bfloat16 where that is safe (torch.autocast).")] = False
+    seed: Annotated[
+        NonNegativeInt,
+        option(HOW, "Random seed: decides the first weights, the data order and everything else random."),
+    ] = 0
 
     ranks: Annotated[
         PositiveInt | None,
         option(
             WHERE,
-            "Processes to start on this machine. Default: join the world that torchrun, srun or mpirun made, else 1.",
+            "Processes to start on this machine. Default: those that torchrun, srun or mpirun started, else 1.",
         ),
     ] = None
     nodes: Annotated[
         PositiveInt | None,
         option(
-            WHERE, "Hosts to spread the ranks over, each with its own network. Default: with --link, one for each rank."
+            WHERE,
+            "Hosts to make on this machine, which share the ranks. Default: with --link one for each rank, else none.",
         ),
     ] = None
     link: Annotated[
         str | None,
-        option(WHERE, "Give each host a real link, as 100mbit or 1gbit,10ms (each way). Default: none, no limit."),
+        option(
+            WHERE, "Rate and delay (each way) of the link of each host, as 100mbit or 1gbit,10ms. Default: no limit."
+        ),
     ] = None
-    strict: Annotated[bool, option(WHERE, "Fail if the link cannot be had, or is measured more than 10 % off.")] = False
+    strict: Annotated[
+        bool, option(WHERE, "Fail if the link cannot be made, or if it is measured to be more than 10 % off.")
+    ] = False
     device: Annotated[
-        Literal["auto", "cpu", "cuda"], option(WHERE, "Where to compute; auto takes GPUs when there are some.")
+        Literal["auto", "cpu", "cuda"], option(WHERE, "Device to compute on; auto = GPUs if there are any.")
     ] = "auto"
     out: Annotated[Path | None, option(WHERE, "Folder for the results. Default: a new one in runs/.")] = None
     resume: Annotated[
         bool,
         option(
             WHERE,
-            "Go on with the run in --out, exactly where its last checkpoint left it. Where there is none, start one if "
-            "its settings are given, as --task.",
+            "Continue the run in --out from its last checkpoint. If there is no run yet, start one, provided that "
+            "settings such as --task are given.",
         ),
     ] = False
     checkpoint_every: Annotated[
-        NonNegativeInt, option(WHERE, "Steps between checkpoints; 0 = at the end of each epoch only.")
+        NonNegativeInt, option(WHERE, "Steps between checkpoints; 0 = only at the end of each epoch.")
     ] = 0
     keep: Annotated[
-        int, Field(ge=2), option(WHERE, "Checkpoints to keep; two, so that one is left if the newest is damaged.")
+        int,
+        Field(ge=2),
+        option(WHERE, "Checkpoints to keep; at least two, so that one is left if the newest is damaged."),
     ] = 2
     restarts: Annotated[
-        NonNegativeInt, option(WHERE, "Times to start again from the last checkpoint when a rank dies.")
+        NonNegativeInt, option(WHERE, "How often to restart from the last checkpoint when a rank dies.")
     ] = 0
 
     def to_toml(self) -> str:
-        """The settings that are set, as TOML."""
+        """The settings that are not None, as TOML."""
         values = self.model_dump(mode="json", exclude_none=True, exclude={"resume"})
         return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items())
 
 
 class CompareConfig(RunConfig):
-    """What the runs of a comparison have in common; `seed` is the first of its seeds."""
+    """The settings that all runs of a comparison share. `seed` is the seed of the first run of each strategy."""
 
     strategy: Annotated[str, Parameter(parse=False, show=False)] = ""
     ranks: Annotated[PositiveInt | None, option(WHERE, "Processes to start on this machine. Default: 1.")] = None
     resume: Annotated[
         bool,
-        option(WHERE, "Go on with the comparison in --out, or start it: what is finished stays, the rest is done."),
+        option(
+            WHERE,
+            "Continue the comparison in --out with the runs that are not finished. If there is none yet, start it.",
+        ),
     ] = False
-    seeds: Annotated[PositiveInt, option(COMPARED, "Runs of each strategy, with seeds that count up from --seed.")] = 3
+    seeds: Annotated[PositiveInt, option(COMPARED, "Runs of each strategy. Their seeds count up from --seed.")] = 3
     baseline: Annotated[
         Literal["auto", "alone", "none"],
         option(
             COMPARED,
-            "Also train on one machine alone, to compare with: alone or none; auto: only if that adds at most a "
-            "quarter to the time of the other runs.",
+            "Also train on one machine alone: alone = always, none = never, auto = if that adds at most a quarter to "
+            "the time of the other runs.",
         ),
     ] = "auto"
     target: Annotated[
-        FiniteFloat | None, option(COMPARED, "Also tell the training time until the metric was this good, as 95.")
+        FiniteFloat | None,
+        option(COMPARED, "Also report the training time until the metric reached this value, as 95."),
     ] = None
 
     def run(self, strategy: str, seed: int, out: Path, resume: bool) -> RunConfig:
@@ -140,18 +159,18 @@ class CompareConfig(RunConfig):
         return RunConfig(**{**common, "strategy": strategy, "seed": seed, "out": out, "resume": resume})
 
 
-# What may change when a run is resumed: everything else decides the numbers that come out.
+# Settings that may change when a run is resumed. All others decide its numbers.
 MAY_CHANGE = {"epochs", "minutes", "strict", "data", "out", "resume", "checkpoint_every", "keep", "restarts", "device"}
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The settings in a file, names checked."""
+    """The settings in a TOML file. Their names are checked, their values are not."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}; give the path of a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f'{path} is not TOML: {error}; expected lines like  task = "digits"') from None
+        raise UsageError(f'{path} is not TOML: {error}; expected lines such as  task = "digits"') from None
     values = {key.replace("-", "_"): value for key, value in values.items()}
     for key in values:
         if key not in RunConfig.model_fields:
@@ -160,20 +179,18 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def make_config(*layers: dict[str, Any], source: str = "settings") -> RunConfig:
-    """One config from several layers of settings, later ones first."""
-    from thinwire.registry import explain
-
+    """One config from several layers of settings; later layers override earlier ones."""
     merged: dict[str, Any] = {}
     for layer in layers:
         merged |= layer
     try:
         return RunConfig(**merged)
     except ValidationError as error:
-        raise UsageError(explain(error, source)) from None
+        raise invalid(error, source) from None
 
 
 def resumed(saved: RunConfig, asked: dict[str, Any], folder: Path) -> RunConfig:
-    """The config to resume with: the saved one, with what was asked for now where that may change."""
+    """The config to resume with: the saved one, with those of the settings asked for now that may change."""
     for key, value in asked.items():
         before = getattr(saved, key)
         if key not in MAY_CHANGE and value != before:

@@ -1,9 +1,14 @@
-"""The two kinds of error a user sees. Each message says what was given, what is possible and what to try."""
+"""The errors that a user sees. Each message says what was given, what is possible and what to try."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 class ThinwireError(Exception):
@@ -19,17 +24,17 @@ class UsageError(ThinwireError, ValueError):
 
 
 class RunError(ThinwireError, RuntimeError):
-    """The request was sound, but the run failed."""
+    """The request was valid, but the run failed."""
 
 
 class Stopped(RunError):
-    """Somebody ended the run: Ctrl-C, or a signal."""
+    """The run was ended by Ctrl-C or by a signal."""
 
     exit_code = 130
 
 
 class PeerLost(RunError):
-    """Another rank ended or stopped answering: the cause is there, not here."""
+    """Another rank ended or stopped answering. The cause is on that rank, not on this one."""
 
 
 def unknown(kind: str, given: str, possible: Iterable[str]) -> UsageError:
@@ -42,3 +47,30 @@ def unknown(kind: str, given: str, possible: Iterable[str]) -> UsageError:
     near = difflib.get_close_matches(given.lower().replace("-", "_"), names, n=1)
     hint = f"did you mean '{near[0]}'? Possible" if near else "possible"
     return UsageError(f"unknown {kind} '{given}'; {hint}: {', '.join(names) or 'none'}")
+
+
+def invalid(error: ValidationError, owner: str, prefix: str = "") -> UsageError:
+    """The error for values that pydantic refused: each value, and what it should be, in one line.
+
+    With a prefix, names are written as on the command line.
+    """
+    parts = []
+    for first, found in groupby(error.errors(), key=lambda item: item["loc"][:1]):
+        items = list(found)  # one for each type that the value may have
+        elements = [[item] for item in items if isinstance((item["loc"] or [None])[-1], int)]  # of a list
+        parts += [_explain_value(some, str(first[0]) if first else owner, prefix) for some in elements or [items]]
+    return UsageError(f"{owner}: " + "; ".join(parts))
+
+
+def _explain_value(items: Sequence[Any], name: str, prefix: str) -> str:
+    """What is wrong with one value. There is one item for each type that the value may have."""
+    item = items[0]
+    index = f"[{item['loc'][-1]}]" if item["loc"] and isinstance(item["loc"][-1], int) else ""
+    where = prefix + (name.replace("_", "-") if prefix else name) + index
+    words = [i["msg"].removeprefix("Value error, ").removeprefix("Input should be ") for i in items]
+    wanted = ", or ".join(dict.fromkeys(word.partition(", unable to parse")[0] for word in words))
+    if item["type"] == "missing":
+        return f"{where} is missing"
+    if item["type"] == "value_error":
+        return f"{where}: {wanted}"
+    return f"{where}={item['input']!r} is not possible: should be {wanted}"

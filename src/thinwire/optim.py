@@ -23,7 +23,7 @@ def sgd(
     /,
     *,
     momentum: Fraction = 0.9,  # higher = longer memory of past gradients
-    nesterov: bool = False,
+    nesterov: bool = False,  # true = Nesterov momentum
     weight_decay: NonNegativeFloat = 0.0,  # higher = smaller weights
 ) -> OptimizerFactory:
     """Stochastic gradient descent with momentum."""
@@ -40,8 +40,8 @@ def adamw(
     lr: float,
     /,
     *,
-    beta1: Fraction = 0.9,
-    beta2: Fraction = 0.999,
+    beta1: Fraction = 0.9,  # higher = longer memory of past gradients
+    beta2: Fraction = 0.999,  # higher = longer memory of their squares
     weight_decay: NonNegativeFloat = 0.01,  # higher = smaller weights
 ) -> OptimizerFactory:
     """Adam with decoupled weight decay."""
@@ -54,7 +54,7 @@ def adamw(
 
 def constant(
     *,
-    warmup_epochs: NonNegativeFloat = 0.0,  # climb linearly from 0 over this many epochs
+    warmup_epochs: NonNegativeFloat = 0.0,  # epochs in which the learning rate rises linearly from 0
 ) -> Schedule:
     """The same learning rate throughout, after an optional linear warm-up."""
     return lambda done, total: _climb(done, warmup_epochs)
@@ -62,10 +62,10 @@ def constant(
 
 def cosine(
     *,
-    warmup_epochs: NonNegativeFloat = 0.0,  # climb linearly from 0 over this many epochs
+    warmup_epochs: NonNegativeFloat = 0.0,  # epochs in which the learning rate rises linearly from 0
     floor: Fraction = 0.0,  # share of the learning rate left at the end
 ) -> Schedule:
-    """Down to the floor along half a cosine: floor + (1 − floor)·½(1 + cos πt)."""
+    """Falls to the floor along half a cosine: floor + (1 − floor)·½(1 + cos πt)."""
 
     def factor(done: float, total: float) -> float:
         t = min(1.0, max(0.0, done - warmup_epochs) / max(total - warmup_epochs, 1e-9))

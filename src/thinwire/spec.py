@@ -1,4 +1,4 @@
-"""Specs: `name(option=value, …)` as text, for strategies, reducers, tasks, models, optimizers and schedules."""
+"""Specs: `name(option=value, …)` as text, for everything in the registry."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Spec:
         return hash(str(self))
 
 
-_PARSING = threading.Lock()  # Python 3.11's ast may fail in several threads at once
+_PARSING = threading.Lock()  # Python 3.11's ast.parse may fail when several threads call it at once
 
 
 def parse(text: str) -> Spec:
@@ -47,7 +47,7 @@ def parse(text: str) -> Spec:
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         raise _malformed(text) from None
     if isinstance(tree, ast.Tuple):
-        raise UsageError(f"'{text}' is several; give them one by one, as compare data_parallel local_sgd")
+        raise UsageError(f"'{text}' is several; give them one by one, as thinwire compare data_parallel local_sgd")
     value = _value(tree, text)
     if not isinstance(value, Spec):
         raise _malformed(text)
@@ -86,11 +86,11 @@ def _malformed(text: str) -> UsageError:
         return UsageError(f"cannot read '{text}'; names have no '-': try {name.replace('-', '_')}{bracket}{rest}")
     if ":" in name:
         return UsageError(
-            f"cannot read '{text}': only a task may be your own package.module:function, and a model of yours is "
-            "part of one, as Task(…, model=make); expected a name or name(option=value, …) from 'thinwire list'"
+            f"cannot read '{text}'; expected a name or name(option=value, …) from 'thinwire list'. Only a task can be "
+            "your own package.module:function; a model of your own is part of such a task: Task(…, model=make)"
         )
     return UsageError(
         f"cannot read '{text}'; expected a name or name(option=value, …), "
-        "for example data_parallel, maxnorm(bits=4) or local_parallel(cut=['2.conv']); put text that is no plain name "
-        "into quotes, and lists into [ ]" + ("; a ) is missing" if text.count("(") > text.count(")") else "")
+        "for example data_parallel, maxnorm(bits=4) or local_parallel(cut=['2.conv']); text that is not a name goes in "
+        "quotes, a list in [ ]" + ("; a ) is missing" if text.count("(") > text.count(")") else "")
     )

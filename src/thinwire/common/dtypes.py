@@ -10,15 +10,16 @@ from torch import Tensor, nn
 from thinwire.errors import UsageError
 
 AVERAGED = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
+DENSE = "possible: dense gradients; make the layer, or call the function, with sparse=False"  # end of a message
 
 
 def is_averaged(tensor: Tensor) -> bool:
-    """Whether ranks can take the mean of such tensors; of others (counters, masks) rank 0's are taken."""
+    """Whether ranks can take the mean of such tensors. Of others (counters, masks), rank 0's are used."""
     return tensor.dtype in AVERAGED
 
 
 def as_reals(tensor: Tensor) -> Tensor:
-    """A complex tensor as pairs of real numbers, along a last axis, in place; a real one as it is.
+    """A view of a complex tensor as pairs of real numbers, in a further last dimension; a real tensor as it is.
 
     >>> as_reals(torch.tensor([1 + 2j])).tolist(), as_reals(torch.tensor([3.0])).tolist()
     ([[1.0, 2.0]], [3.0])
@@ -27,7 +28,7 @@ def as_reals(tensor: Tensor) -> Tensor:
 
 
 def refuse_unfit(model: nn.Module, who: str, ignored: Container[str] = ()) -> None:
-    """Raise UsageError for parameters that cannot be trained on several ranks, before the first step."""
+    """Raise UsageError if a parameter cannot be trained on several ranks; `who` begins the message."""
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad and n not in ignored}
     for name, p in trained.items():
         if nn.parameter.is_lazy(p):
@@ -45,7 +46,7 @@ def refuse_unfit(model: nn.Module, who: str, ignored: Container[str] = ()) -> No
 
 
 def refuse_meta(model: nn.Module) -> None:
-    """Raise UsageError for a model without values, where all of it is needed on every rank."""
+    """Raise UsageError if a tensor of the model is on the meta device, where every rank needs all values."""
     if empty := [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]:
         raise UsageError(
             f"{empty[0]} is on the meta device and has no values; make the model on a real device, or use ist, which "
@@ -54,9 +55,6 @@ def refuse_meta(model: nn.Module) -> None:
 
 
 def refuse_sparse(gradient: Tensor | None, name: str) -> None:
-    """Raise UsageError for a gradient that is not dense, which not every model tells beforehand."""
+    """Raise UsageError if a gradient is sparse, which cannot be seen in every model before the first step."""
     if gradient is not None and gradient.layout != torch.strided:
         raise UsageError(f"{name} got a gradient that is {gradient.layout}; {DENSE}")
-
-
-DENSE = "possible: dense gradients; make the layer, or call the function, with sparse=False"

@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Files that are written completely or not at all, and a temporary folder."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from thinwire.errors import RunError
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A folder for the life of this process; those that killed processes of this user left behind are removed first."""
+    """A temporary folder, removed at the end. Those that killed processes of this user left behind are removed too."""
     parent = Path(tempfile.gettempdir())
     for left in parent.glob("thinwire-*-*"):
         pid = left.name.split("-")[1]
         if pid.isdigit() and not Path("/proc", pid).exists() and left.lstat().st_uid == os.getuid():
-            shutil.rmtree(left, ignore_errors=True)  # a link is left alone
+            shutil.rmtree(left, ignore_errors=True)  # does not follow a symbolic link
     with tempfile.TemporaryDirectory(prefix=f"thinwire-{os.getpid()}-") as path:
         yield Path(path)
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a new file beside `path`, then put it in place at once; on failure nothing is left behind."""
+    """Let `write` fill a temporary file in the folder of `path`, then rename it. On failure, `path` is as it was."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,5 +46,5 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a text file at once."""
+    """Write a text file, completely or not at all."""
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))

@@ -1,7 +1,7 @@
 """Messages to the user, through the logger "thinwire".
 
-Without further setup they go to standard error as "thinwire: …". A program that wants them elsewhere sets up that
-logger: logging.getLogger("thinwire").handlers = […], or its level.
+By default they go to standard error as "thinwire: …", and not to the root logger. A program that wants them elsewhere
+sets the handlers of logging.getLogger("thinwire"), and its level if it does so before it imports thinwire.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import os
 import sys
 
 logger = logging.getLogger("thinwire")
+_said: set[str] = set()  # messages that are logged once
 
 
 def say(text: str, rank: int = 0, *, once: bool = False) -> None:
-    """Tell the user something. Only rank 0 speaks; with `once`, only the first time in this process."""
+    """Log a message for the user on rank 0; with `once`, only the first time in this process."""
     if rank != 0 or (once and text in _said):
         return
     if once:
@@ -23,24 +24,21 @@ def say(text: str, rank: int = 0, *, once: bool = False) -> None:
 
 
 def print_line(text: str) -> None:
-    """A line on standard error. If nobody reads it any more, the work goes on in silence."""
+    """Print a line on standard error. If its reader has gone, drop this line and all later ones, and go on."""
     try:
         print(text, file=sys.stderr, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
-_said: set[str] = set()
-
-
 class _ToStandardError(logging.Handler):
-    """Writes to what sys.stderr is at that moment."""
+    """Writes to sys.stderr as it is when the message comes, not as it was when this module was imported."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print_line(f"thinwire: {record.getMessage()}")
 
 
-if not logger.handlers:  # else the program has set it up already
+if not logger.handlers:  # otherwise the program has set it up
     logger.addHandler(_ToStandardError())
     logger.setLevel(logging.INFO)
     logger.propagate = False

@@ -1,4 +1,4 @@
-"""Models and tensors as ordinary safetensors files."""
+"""Models and tensors as safetensors files, which can be read without thinwire."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from thinwire.common.files import write_atomically
 
 
 def save_model(model: nn.Module, path: Path) -> None:
-    """The model's parameters and buffers as one ordinary safetensors file, without thinwire's help to read."""
+    """Save a model's parameters and buffers in one safetensors file."""
     save_tensors(model.state_dict(), path)
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Tensors as an ordinary safetensors file, which has no complex128: such a one is saved as pairs of float64."""
+    """Save tensors in one safetensors file. It has no complex128: such a tensor is saved as pairs of float64."""
     saved = {name: as_reals(t) if t.dtype == torch.complex128 else t for name, t in tensors.items()}
     saved = {name: t.detach().cpu().contiguous().clone() for name, t in saved.items()}
     write_atomically(path, lambda temporary: write_tensors(saved, temporary, {"format": "pt"}))
 
 
 def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file; a full disk is an OSError."""
+    """Write a safetensors file. Raises OSError if the disk is full, as other writes do."""
     try:
         save_file(tensors, path, metadata)
     except SafetensorError as error:  # how safetensors reports a full disk

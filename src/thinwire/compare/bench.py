@@ -34,10 +34,9 @@ from thinwire.compare.results import (
 from thinwire.compare.tables import comparison_lines, comparison_table
 from thinwire.compare.verdicts import as_json
 from thinwire.config import CompareConfig
-from thinwire.errors import RunError, Stopped, ThinwireError, UsageError
+from thinwire.errors import RunError, Stopped, ThinwireError, UsageError, invalid
 from thinwire.launch.launcher import check_names, check_options, start_ranks, stopped_by_signals
 from thinwire.netlab import Lab
-from thinwire.registry import explain
 from thinwire.run.network import check_network, network
 from thinwire.run.records import RunFolder, is_free
 from thinwire.spec import parse
@@ -111,7 +110,7 @@ class Comparison:
             decided = Decision.model_validate(about["baseline"]) if about.get("baseline") else None
             saved = CompareConfig(**{"baseline": "none", **about.get("settings", {})})  # older ones have none
         except ValidationError as error:
-            raise UsageError(explain(error, str(folder / "compare.json"))) from None
+            raise invalid(error, str(folder / "compare.json")) from None
         given = about["specs"][:-1] if decided and decided.run else about["specs"]
         if specs and _distinct(specs) != given:
             raise UsageError(f"{folder} compares {', '.join(given)}; leave the strategies out to resume it")

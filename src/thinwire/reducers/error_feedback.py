@@ -11,9 +11,9 @@ from thinwire.reducers.base import Named, Reduced, Reducer, State, contracting, 
 
 
 def error_feedback(
-    inner: Reducer,  # any reducer: what it loses is kept and sent later
+    inner: Reducer,  # the reducer whose errors are kept
 ) -> Reducer:
-    """Add what was lost in earlier steps to the gradient, and keep what is lost now.
+    """Keep what another reducer loses in a step, and add it to the next gradient.
 
     eᵢ ← gᵢ + eᵢ; out = inner(e); eᵢ ← eᵢ − (what the others saw of it). The sum of all results differs from the sum
     of all gradients only by the last residuals. `inner` rounds to the nearest here, not at random. Wire bytes are

@@ -17,10 +17,10 @@ from thinwire.reducers.mean import mean
 
 
 def global_randk(
-    ratio: Annotated[float, Field(gt=0, le=1)] = 0.25,  # share that is sent; lower = fewer bytes, slower learning
-    inner: Reducer = mean(),  # how the chosen ones are averaged: maxnorm and maxnorm_multiscale save more
+    ratio: Annotated[float, Field(gt=0, le=1)] = 0.25,  # share of elements sent; lower = fewer bytes, slower learning
+    inner: Reducer = mean(),  # how these coordinates are averaged; maxnorm and maxnorm_multiscale save more
 ) -> Reducer:
-    """Send K coordinates that all ranks draw alike; the rest is zero in the result.
+    """Send K random coordinates, the same on every rank; the others are zero in the result.
 
     The vector is cut into K equal parts and one coordinate of each is drawn from (step, bucket), so no index travels,
     and sums work. What was drawn is multiplied by the size of its part, so that E[out] is the mean. Under

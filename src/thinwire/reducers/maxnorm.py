@@ -24,11 +24,11 @@ LOWEST = 2.0**-20  # predicted scales: of the largest one, so that a block that 
 
 
 def maxnorm(
-    bits: Literal[2, 4, 8] = 8,  # lower = fewer bytes, noisier gradient
-    block: Block | None = None,  # elements that share a scale; lower = finer scales, 32/block more bits
-    predicted: bool = False,  # true = scales guessed from the last step: one round trip less, large values cut off
+    bits: Literal[2, 4, 8] = 8,  # bits per element; lower = fewer bytes, noisier gradient
+    block: Block | None = None,  # elements that share a scale; lower = finer scales, 32/block more bits per element
+    predicted: bool = False,  # true = predict scales from the last step: one round trip fewer, large values are clipped
 ) -> Reducer:
-    """Stochastic rounding to whole numbers whose scale all ranks share (QSGD-MaxNorm).
+    """Stochastic rounding to integers with a scale that all ranks share (QSGD-MaxNorm).
 
     With 8 bits: M = maxᵢ‖gᵢ‖∞ for each block, qᵢ = round(s·gᵢ/M), out = M/(s·n)·Σqᵢ, summed as int8 with s = ⌊127/n⌋.
     Wire bytes per rank: 2(n−1)/n·P + 2(n−1)/n·4⌈P/block⌉. When s would be less than 7 (from 19 ranks on), and with

@@ -18,11 +18,11 @@ from thinwire.reducers.owners import coded_mean, combined
 
 
 def maxnorm_multiscale(
-    bits: Literal[2, 4, 8] = 8,  # lower = fewer bytes, noisier gradient
-    scales: Annotated[int, Field(ge=2, le=4)] = 2,  # higher = finer steps for small values, 1 or 2 more bits
-    block: Block | None = None,  # elements that share a scale; lower = finer scales, 32/block more bits
+    bits: Literal[2, 4, 8] = 8,  # bits per element; lower = fewer bytes, noisier gradient
+    scales: Annotated[int, Field(ge=2, le=4)] = 2,  # number of scales; more = finer for small values, 1 or 2 more bits
+    block: Block | None = None,  # elements that share a scale; lower = finer scales, 32/block more bits per element
 ) -> Reducer:
-    """Stochastic rounding as in maxnorm, with steps 4 times as fine for values that fit (and 16, 64 times).
+    """As maxnorm, with steps 4 (or 16, or 64) times as fine where the values of all ranks are small.
 
     With 8 bits: each element uses the finest scale j in which every rank's value fits, |gᵢ| ≤ 4⁻ʲM, agreed as the MIN
     over ranks; qᵢ = round(s·4ʲ·gᵢ/M), out = M/(s·n·4ʲ)·Σqᵢ. The choice looks at values, not at what they are rounded

@@ -8,10 +8,10 @@ from thinwire.reducers.mean import mean
 
 
 def partition(
-    matrices: Reducer,  # for tensors with two or more dimensions: nearly all elements
-    vectors: Reducer = mean(),  # for biases and the weights of norms: few elements, large gradients
+    matrices: Reducer,  # reducer of tensors with two or more dimensions: nearly all elements
+    vectors: Reducer = mean(),  # reducer of biases and weights of norms: few elements, large gradients
 ) -> Reducer:
-    """Matrices and vectors apart, each with a reducer of its own; vectors exactly.
+    """One reducer for matrices, another for vectors (by default the exact mean).
 
     Wire bytes are those of both. Vectors are a few thousandths of a model, and badly served by what suits matrices.
 

@@ -15,9 +15,9 @@ from thinwire.reducers.error_feedback import error_feedback
 
 
 def powersgd(
-    rank: Annotated[int, Field(ge=1)] = 4,  # lower = fewer bytes, coarser gradient
+    rank: Annotated[int, Field(ge=1)] = 4,  # rank of the approximation; lower = fewer bytes, coarser gradient
 ) -> Reducer:
-    """Low-rank approximation of each matrix by power iteration, one round a step; keeps its errors.
+    """Low-rank approximation of each matrix by power iteration, one exchange per step, with error feedback.
 
     With orthonormal bases A (left) and V (right) of the last step, each rank sends P = M·V and Q = Mᵀ·A together, and
     out = P·Vᵀ + A·(Qᵀ − AᵀP·Vᵀ): what of M lies in either space. The next bases are orth(P) and orth(Q). All of that

@@ -13,9 +13,9 @@ from thinwire.reducers.owners import combined
 
 
 def sign(
-    block: Block = 512,  # elements that share a size; lower = finer sizes, 32/block more bits
+    block: Block = 512,  # elements that share a magnitude; lower = finer, 32/block more bits per element
 ) -> Reducer:
-    """The sign that most ranks have, times the mean size of the block.
+    """The sign that most ranks have, times the mean magnitude of the scale block.
 
     out = (mean over ranks and block of |g|)·majority(sign gᵢ); a coin decides where votes are equal. Signs go to the
     rank that owns their part, the majority comes back. Wire bytes per rank: 2(n−1)/n·(P/8 + 4⌈P/block⌉). Not the mean

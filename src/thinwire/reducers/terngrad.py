@@ -15,10 +15,10 @@ from thinwire.reducers.owners import combined
 
 
 def terngrad(
-    clip: Annotated[float, Field(gt=0)] | None = 2.5,  # in standard deviations; lower = less noise, more cut off
-    block: Block = 512,  # elements that share a scale; lower = finer scales, 32/block more bits
+    clip: Annotated[float, Field(gt=0)] | None = 2.5,  # in standard deviations; lower = less noise, more is clipped
+    block: Block = 512,  # elements that share a scale; lower = finer scales, 32/block more bits per element
 ) -> Reducer:
-    """Stochastic rounding to −M, 0 or M; the exact sum comes back.
+    """Stochastic rounding to −M, 0 or M; the sum of the rounded values is exact.
 
     M = maxᵢ min(‖gᵢ‖∞, clip·rms(gᵢ)) for each block, qᵢ = ternary(gᵢ/M), out = M/n·Σqᵢ. Codes of 2 bits go to the
     rank that owns their part; the sum comes back in 4 bits up to 7 ranks, 8 up to 127, else 16 (b). Wire bytes per

@@ -13,9 +13,9 @@ from thinwire.reducers.base import Averaged, Draw, Reducer, State, on_vectors
 
 
 def topk(
-    ratio: Annotated[float, Field(gt=0, le=1)] = 0.1,  # share that is sent; lower = fewer bytes, slower learning
+    ratio: Annotated[float, Field(gt=0, le=1)] = 0.1,  # share of elements sent; lower = fewer bytes, slower learning
 ) -> Reducer:
-    """Each rank sends its K largest coordinates, with their places, to all others.
+    """Each rank sends its K largest coordinates, with their indices, to all others.
 
     out = (1/n)·Σᵢ topK(gᵢ). The places differ between ranks, so nothing can be summed on the way, and traffic grows
     with n: wire bytes per rank (n−1)·8K, K = max(1, round(ratio·P)). What is not sent is the error, for

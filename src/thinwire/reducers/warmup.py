@@ -13,8 +13,8 @@ from thinwire.reducers.mean import mean
 
 
 def warmup(
-    inner: Reducer,  # from then on
-    steps: Annotated[int, Field(ge=0)] = 100,  # that are exact; higher = more bytes, safer start
+    inner: Reducer,  # reducer after the first steps
+    steps: Annotated[int, Field(ge=0)] = 100,  # first steps, with the exact mean; higher = more bytes, safer start
 ) -> Reducer:
     """The exact mean for the first steps, then another reducer.
 

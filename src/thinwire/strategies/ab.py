@@ -33,7 +33,7 @@ LengthOrZero = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class AB(Strategy):
-    """Low-rank factors, trained by groups that talk only inside themselves.
+    """Train low-rank factors of the weights, in groups that communicate only inside themselves.
 
     After a warm-up of plain data parallelism each weight becomes W = A·B, without its σᵢ ≤ cutoff·σ₁. Half of the
     groups train A, half B, each on its own data. Every S steps all meet, W ← Ā·B̄, train W together for a while
@@ -63,17 +63,17 @@ class AB(Strategy):
         comm: Comm,
         /,
         *,
-        group_size: PositiveInt | None = None,  # ranks that train together; default: those of a node, or half of all
-        cutoff: Annotated[float, Field(gt=0, lt=1)] = 0.15,  # drops σ up to this part of the largest; higher = smaller
+        group_size: PositiveInt | None = None,  # ranks of a group; default: those of a node, or half of all ranks
+        cutoff: Annotated[float, Field(gt=0, lt=1)] = 0.15,  # drops singular values up to this share of the largest
         sync: Literal[
             "learned", "stale", "full"
-        ] = "learned",  # learned, stale or full: trained factors, all, or products
-        sync_every: Length | None = None,  # S: from one meeting to the next; default: 0.105 of the run
-        warmup: LengthOrZero | None = None,  # Wu: full rank until then; default: 2·S
-        rebound: Length | None = None,  # D: full rank after each meeting; default: S·60/759
-        climb: LengthOrZero | None = None,  # R: until the learning rate is back after a change; default: S·267/759
-        unit: Literal["steps", "epochs"] = "steps",  # steps or epochs: of sync_every, warmup, rebound and climb
-        moments: Literal["rotate", "slice", "reset"] = "reset",  # rotate, slice or reset: what the optimizer remembers
+        ] = "learned",  # what groups average: learned = factors that they trained, stale = all factors, full = products
+        sync_every: Length | None = None,  # S: steps between two averages over groups; default: 0.105 of the run
+        warmup: LengthOrZero | None = None,  # Wu: steps at full rank in the beginning; default: 2·S
+        rebound: Length | None = None,  # D: steps at full rank after each average over groups; default: S·60/759
+        climb: LengthOrZero | None = None,  # R: learning-rate warm-up after each change of phase; default: S·267/759
+        unit: Literal["steps", "epochs"] = "steps",  # of sync_every, warmup, rebound and climb: steps or epochs
+        moments: Literal["rotate", "slice", "reset"] = "reset",  # optimizer state of a new phase: rotate, slice, reset
         reducer: Reducer = mean(),  # how gradients are averaged
     ) -> None:
         self.shard = Shard(comm.rank, comm.size)

@@ -21,7 +21,7 @@ from thinwire.strategies.replicas import average_buffers, replicate
 
 
 class Alone(Strategy):
-    """Every machine trains by itself on all the data; nothing crosses between machines.
+    """Every machine trains by itself on all the data; machines send each other nothing.
 
     θ ← θ − η·opt((1/m)·Σᵢ ∇Lᵢ(θ)) over the m ranks of a machine, with the batches that all ranks together would take:
     as many updates and samples as with any other strategy. A machine is a node; where all ranks are on one node, it is

@@ -61,7 +61,7 @@ class Plateau:
 
 
 class DASO(Strategy):
-    """Every batch inside a node, every few batches between nodes, and there without waiting.
+    """Average gradients inside a node every batch, and parameters between nodes now and then, without waiting.
 
     Inside a node gradients are averaged in every batch. Between nodes one rank of each, in turns ("rails"), averages
     parameters. In the first and last epochs that is after every batch, and everybody waits. In between (cycling) it
@@ -81,15 +81,15 @@ class DASO(Strategy):
         comm: Comm,
         /,
         *,
-        ranks_per_node: PositiveInt | None = None,  # default: as the ranks were started
-        warmup_epochs: NonNegativeInt = 4,  # first epochs, in which nodes wait for each other after every batch
-        cooldown_epochs: NonNegativeInt = 4,  # last epochs, likewise
-        max_global_skips: PositiveInt = 8,  # longest pause between nodes, in batches; higher = fewer bytes
+        ranks_per_node: PositiveInt | None = None,  # ranks that count as a node; default: those started on one machine
+        warmup_epochs: NonNegativeInt = 4,  # first epochs in which nodes wait for each other after every batch
+        cooldown_epochs: NonNegativeInt = 4,  # last epochs in which nodes wait for each other after every batch
+        max_global_skips: PositiveInt = 8,  # most batches between two exchanges of the nodes; higher = fewer bytes
         stability: Annotated[
             float, Field(ge=0, le=1)
-        ] = 0.05,  # part by which an epoch's loss must fall to count as an improvement
-        merge: Literal["paper", "delta"] = "paper",  # paper = average in what comes late; delta = keep progress whole
-        reducer: Reducer = bf16(),  # how parameters' movements are averaged between nodes
+        ] = 0.05,  # share by which an epoch's loss must fall to count as an improvement
+        merge: Literal["paper", "delta"] = "paper",  # late mean: paper = average with it, delta = add the difference
+        reducer: Reducer = bf16(),  # how changes of the parameters are averaged between nodes
         local_reducer: Reducer = mean(),  # how gradients are averaged inside a node
     ) -> None:
         self.shard = Shard(comm.rank, comm.size)

@@ -38,8 +38,8 @@ class DataParallel(Strategy):
         /,
         *,
         reducer: Reducer = mean(),  # how gradients are averaged
-        bucket_mb: Annotated[float, Field(gt=0)] = 25.0,  # lower = earlier sending, more messages
-        unused_parameters: bool = False,  # true = some may get no gradient in a step; costs a walk over the graph
+        bucket_mb: Annotated[float, Field(gt=0)] = 25.0,  # size of a bucket; lower = sends earlier, more messages
+        unused_parameters: bool = False,  # true = some parameters may get no gradient in a step; costs a graph search
     ) -> None:
         self.shard = Shard(comm.rank, comm.size)
         self.comm = comm

@@ -37,7 +37,7 @@ Shares = Literal["equal", "measured"] | list[PositiveFloat]
 
 
 class IST(Strategy):
-    """Narrow networks of units dealt at random, trained apart and put together again.
+    """Each rank trains a narrow network of random units; after each round they are merged and drawn anew.
 
     Each round the units of every hidden layer are dealt out: W_l^w = W_l[I_l^w, I_{l−1}^w], of the same depth on every
     rank w. For `local_steps` steps each rank trains its own on its own data, and nothing is sent. Then slices go home,
@@ -65,14 +65,14 @@ class IST(Strategy):
         comm: Comm,
         /,
         *,
-        local_steps: PositiveInt = 16,  # τ: steps from one deal to the next; higher = fewer bytes, units mix less often
-        cut: Cut = "units",  # units or blocks: hidden units, channels and heads, or whole residual blocks
-        scale: Scale = "eval",  # train: units ×n there; eval: sums ×1/n in the whole; norm: only if norms see to it
-        optimizer_state: Literal["carry", "reset"] = "carry",  # carry or reset: moments travel with their slice, or not
-        shares: Shares = "equal",  # of the units: equal, measured, or a list with a number for each rank, as [2, 1]
-        calibration: NonNegativeInt = 8,  # batches kept on their rank to measure BatchNorm anew for the whole; 0 = none
-        whole_gb: PositiveFloat | None = None,  # largest model that a rank puts together; default: what is free
-        seed: Annotated[int, Field(ge=0)] = 0,  # of the deals
+        local_steps: PositiveInt = 16,  # τ: steps of a round; higher = fewer bytes, units mix less often
+        cut: Cut = "units",  # units = hidden units, channels and attention heads; blocks = whole residual blocks
+        scale: Scale = "eval",  # train = units ×n in training; eval = units ×1/n in the whole; norm = by norm layers
+        optimizer_state: Literal["carry", "reset"] = "carry",  # carry = moments move with units; reset = begin at 0
+        shares: Shares = "equal",  # units per rank: equal, measured (by speed), or a list of weights, as [2, 1]
+        calibration: NonNegativeInt = 8,  # batches that each rank keeps to measure BatchNorm's statistics; 0 = none
+        whole_gb: PositiveFloat | None = None,  # largest model, in GB, that a rank puts together; default: what is free
+        seed: Annotated[int, Field(ge=0)] = 0,  # random seed for drawing units
     ) -> None:
         self.shard = Shard(comm.rank, comm.size)
         self.comm, self.recipe = comm, recipe

@@ -32,7 +32,7 @@ Piece = tuple[Tensor, Tensor, dict[int, Tensor]]  # what went into the block, wh
 
 
 class LocalParallel(Staged):
-    """Blocks that train themselves, each by a loss of its own: activations go forward, nothing comes back.
+    """Each block of the model trains with a loss of its own: activations go forward, no gradients come back.
 
     Block k gets z_{k−1}, computes z_k = f_k(z_{k−1}), sends it on at once, and then steps along the gradient of
     L_k = loss(head_k(z_k), y). Nobody waits for a gradient from behind, so there is no bubble after the first batches.
@@ -51,16 +51,16 @@ class LocalParallel(Staged):
         comm: Comm,
         /,
         *,
-        blocks: PositiveInt | None = None,  # the ranks are shared among so many; default: as many as ranks, if possible
-        cut: Cut = "flops",  # equal flops, time or parameters; or the layers that blocks begin with, as ['6', '12']
-        head: Head = suited(),  # what judges a block: suited to the model, or one of `thinwire list heads`
-        window: PositiveInt = 1,  # o: blocks that a loss reaches back through; more = nearer to backprop, more waiting
-        losses: Literal["sum", "farthest"] = "sum",  # sum or farthest: which losses of its window train a block
-        microbatches: PositiveInt = 1,  # pieces that a batch travels in; more = less memory, smaller messages
-        queue: PositiveInt = 2,  # pieces that may wait on either side of a boundary; more = smoother, more memory
-        wire: Wire = "exact",  # exact, bf16 or int8: what is sent of activations
-        reducer: Reducer = mean(),  # how replicas of a block average gradients
-        seed: Annotated[int, Field(ge=0)] = 0,  # of heads and dropout, with the model's first weights
+        blocks: PositiveInt | None = None,  # number of blocks; default: one for each rank, if possible
+        cut: Cut = "flops",  # blocks of equal flops, time or parameters, or that begin at given layers, as ['6', '12']
+        head: Head = suited(),  # computes a block's loss: suited to the model, or another of `thinwire list heads`
+        window: PositiveInt = 1,  # o: blocks that a loss reaches back through; more = closer to backprop, more waiting
+        losses: Literal["sum", "farthest"] = "sum",  # which losses of its window train a block: sum of all, or farthest
+        microbatches: PositiveInt = 1,  # micro-batches of a batch; more = less memory, smaller messages
+        queue: PositiveInt = 2,  # micro-batches that may wait on each side of a boundary; more = smoother, more memory
+        wire: Wire = "exact",  # how activations are sent: exact, bf16 or int8
+        reducer: Reducer = mean(),  # how gradients are averaged over the replicas of a block
+        seed: Annotated[int, Field(ge=0)] = 0,  # random seed for heads and dropout, hashed with the first weights
     ) -> None:
         pieces = max(recipe.accumulate, microbatches)
         super().__init__("local_parallel", model, replace(recipe, accumulate=pieces), comm, blocks, cut, reducer)

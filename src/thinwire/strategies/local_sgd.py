@@ -110,7 +110,7 @@ class Periodic(Strategy):
 
 
 class LocalSGD(Periodic):
-    """Every rank trains on its own; every so many steps, parameters are averaged.
+    """Every rank trains on its own; the parameters are averaged every few steps.
 
     xᵢ ← xᵢ − η·opt(∇Lᵢ(xᵢ)), and after each `every` steps xᵢ ← (1/n)·Σⱼ xⱼ. Wire bytes per rank and step: those of
     the reducer / every; what it is given is the movement since the last average. Momentum stays each rank's own.
@@ -126,13 +126,13 @@ class LocalSGD(Periodic):
         /,
         *,
         every: PositiveInt = 8,  # steps between averages; higher = fewer bytes, ranks drift further apart
-        reducer: Reducer = mean(),  # how movements are averaged
+        reducer: Reducer = mean(),  # how the ranks' changes since the last average are averaged
     ) -> None:
         super().__init__(model, recipe, comm, reducer, every)
 
 
 class DiLoCo(Periodic):
-    """Every rank trains on its own; the mean movement of many steps is the gradient of an outer optimizer.
+    """Local SGD with an outer optimizer, whose gradient is the mean change of many local steps.
 
     Δ = x̂ − (1/n)·Σᵢ xᵢ;  m ← μ·m + Δ;  x̂ ← x̂ − ν·(Δ + μ·m);  xᵢ ← x̂ + (what rank i learned while Δ was under way).
     With `fragments` the model is averaged in parts that take turns, each while training goes on (streaming). Wire
@@ -150,11 +150,11 @@ class DiLoCo(Periodic):
         /,
         *,
         every: PositiveInt = 16,  # steps between outer steps; higher = fewer bytes, ranks drift further apart
-        outer_lr: PositiveFloat = 0.7,  # ν: 1 = all the way to the mean
-        outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5,  # μ: higher = longer memory; 0.9 for long runs
-        fragments: PositiveInt = 1,  # higher = smaller messages, more often
-        wait: NonNegativeInt | None = None,  # steps until merged; default: 0, or with fragments as long as possible
-        reducer: Reducer = mean(),  # how movements are averaged
+        outer_lr: PositiveFloat = 0.7,  # ν: learning rate of the outer optimizer; 1 = all the way to the mean
+        outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5,  # μ: outer momentum; try 0.9 for long runs
+        fragments: PositiveInt = 1,  # parts of the model, exchanged in turn; more = smaller messages, more often
+        wait: NonNegativeInt | None = None,  # steps an exchange may take; default: 0, or with fragments every/fragments
+        reducer: Reducer = mean(),  # how the ranks' changes since the last outer step are averaged
     ) -> None:
         longest = every // fragments
         if fragments > every:

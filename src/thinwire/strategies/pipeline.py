@@ -22,7 +22,7 @@ from thinwire.surgery.costs import activations
 
 
 class Pipeline(Staged):
-    """Backpropagation with each block of the model on ranks of its own: torch's GPipe and 1F1B schedules.
+    """Backpropagation with each block of the model on ranks of its own, by torch's GPipe or 1F1B schedule.
 
     A batch is cut into M microbatches, which follow one another through the K blocks and back. It computes what one
     rank would (BatchNorm sees microbatches); each rank stands still for (K−1)/(M+K−1) of every step, and longer where
@@ -38,11 +38,11 @@ class Pipeline(Staged):
         comm: Comm,
         /,
         *,
-        schedule: Kind = "1f1b",  # gpipe or 1f1b: all microbatches forward, then back; or by turns, in less memory
-        blocks: PositiveInt | None = None,  # the ranks are shared among so many; default: as many as ranks, if possible
-        cut: Cut = "flops",  # equal flops, time or parameters; or the layers that blocks begin with, as ['6', '12']
-        microbatches: PositiveInt = 4,  # M: more = less standing still, smaller messages
-        reducer: Reducer = mean(),  # how replicas of a block average gradients
+        schedule: Kind = "1f1b",  # gpipe = all micro-batches forward, then all back; 1f1b = in turns, with less memory
+        blocks: PositiveInt | None = None,  # number of blocks; default: one for each rank, if possible
+        cut: Cut = "flops",  # blocks of equal flops, time or parameters, or that begin at given layers, as ['6', '12']
+        microbatches: PositiveInt = 4,  # M: micro-batches of a batch; more = less idle time, smaller messages
+        reducer: Reducer = mean(),  # how gradients are averaged over the replicas of a block
     ) -> None:
         if not isinstance(comm, ProcessComm):
             raise UsageError("pipeline: torch's pipelines need processes; simulate cannot run them, thinwire train can")

@@ -49,7 +49,7 @@ class Exit(nn.Module):
 
 
 def suited() -> Head:
-    """Chosen from the model: readout where it returns sequences, linear for vectors, else auglocal."""
+    """Chosen by shape: readout if the model returns sequences, linear if the block returns vectors, else auglocal."""
 
     def fit(joint: Joint) -> nn.Module:
         if joint.out.ndim == 3:
@@ -62,7 +62,7 @@ def suited() -> Head:
 
 
 def linear() -> Head:
-    """One linear layer, of images after pooling, of sequences after a norm.
+    """One linear layer; before it, images are pooled and sequences are normalised.
 
     Belilovsky et al., "Greedy Layerwise Learning Can Scale to ImageNet", 2019.
     """
@@ -70,7 +70,7 @@ def linear() -> Head:
 
 
 def conv(
-    width: PositiveInt = 128,  # hidden units of the two linear layers at its end
+    width: PositiveInt = 128,  # hidden units between the two linear layers
 ) -> Head:
     """A 3×3 convolution of stride 2, pooling and two linear layers; for images.
 
@@ -89,9 +89,9 @@ def conv(
 
 
 def predsim(
-    beta: Annotated[float, Field(ge=0, le=1)] = 0.99,  # share of the similarity loss; 0 = the prediction's alone
+    beta: Annotated[float, Field(ge=0, le=1)] = 0.99,  # weight of the similarity loss; 0 = the prediction alone
 ) -> Head:
-    """A prediction, and how similar samples are: for fully connected and VGG-like networks that tell classes apart.
+    """Two losses, of the prediction and of similarities between samples; for classifiers, fully connected or VGG.
 
     (1 − β)·loss(Wz, y) + β·‖S(h(z)) − S(onehot(y))‖²/n², of the cosine similarities S of a batch's n samples.
 
@@ -144,9 +144,9 @@ def similarity(features: Tensor) -> Tensor:
 
 
 def auglocal(
-    depth: PositiveInt = 2,  # layers of the first block's head; those of later blocks shrink to one
+    depth: PositiveInt = 2,  # layers in the head of the first block; heads of later blocks have fewer, down to one
 ) -> Head:
-    """Copies of evenly chosen layers behind the cut as they begin, fewer in later blocks; for deep convolutional nets.
+    """Untrained copies of evenly spaced later layers, fewer of them for later blocks; for deep convolutional nets.
 
     Ma et al., "Scaling Supervised Local Learning with Augmented Auxiliary Networks", 2024.
     """
@@ -162,9 +162,9 @@ def auglocal(
 
 
 def readout(
-    every: PositiveInt = 10,  # steps from one copy to the next; lower = fresher, more bytes
+    every: PositiveInt = 10,  # steps between two copies of the last layer; lower = fresher, more bytes
 ) -> Head:
-    """A private layer like the model's last but one, then a copy of its last one, read only and brought now and then.
+    """A trained copy of the model's last layer but one, then a frozen copy of its last layer, renewed now and then.
 
     For language models: blocks aim at the same words as the last one does, and none has an unembedding to train.
     """
@@ -193,11 +193,11 @@ class Readout(Exit):
 
 
 def own(
-    function: str,  # "package.module:function" of (z, output), examples of a batch of two, that returns an nn.Module
+    function: str,  # "package.module:function", called with (z, output) of two samples; returns an nn.Module
 ) -> Head:
-    """Your own: a function that is given an example of what the block passes on, and one of the model's output."""
+    """Your own function, which makes an nn.Module from examples of the block's output and of the model's."""
     module, _, name = function.partition(":")
-    made = registry.imported(module, name, f"head '{function}'")
+    made = registry.import_attribute(module, name, f"head '{function}'")
 
     def fit(joint: Joint) -> nn.Module:
         try:

@@ -77,7 +77,7 @@ def load_task(text: str, data: Path | None, seed: int) -> Task:
         return task
     parsed = spec.parse(rest)
     function = _import(module, parsed.name, text)
-    return _checked(function(data, seed, **registry.options(function, parsed, num_leading=2)), text)
+    return _checked(function(data, seed, **registry.bind_options(function, parsed, num_leading=2)), text)
 
 
 def check_task(text: str) -> None:
@@ -85,13 +85,13 @@ def check_task(text: str) -> None:
     module, colon, rest = text.partition(":")
     if colon:
         parsed = spec.parse(rest)
-        registry.options(_import(module, parsed.name, text), parsed, num_leading=2)
+        registry.bind_options(_import(module, parsed.name, text), parsed, num_leading=2)
     else:
         registry.check("tasks", text)
 
 
 def _import(module: str, function: str, text: str) -> Any:
-    found = registry.imported(module, function, f"task '{text}'")
+    found = registry.import_attribute(module, function, f"task '{text}'")
     try:
         inspect.signature(found).bind_partial(None, 0)
     except (TypeError, ValueError):

@@ -25,7 +25,7 @@ def cifar10(
     seed: int,
     /,
     *,
-    augment: bool = True,  # random crops and mirror images in training
+    augment: bool = True,  # random crops and flips in training
 ) -> Task:
     """60,000 colour images, 32×32 pixels, ten classes; --data names the folder of the official files.
 

@@ -18,7 +18,7 @@ SPLIT_SEED = 1797  # the same split in every run, whatever its seed
 
 
 def digits(data: Path | None, seed: int, /) -> Task:
-    """1,797 real handwritten digits, 8×8 pixels, ten classes; offline.
+    """1,797 real handwritten digits, 8×8 pixels, ten classes; needs no files.
 
     E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI, 1998.
     """

@@ -18,13 +18,13 @@ def synthetic(
     seed: int,
     /,
     *,
-    features: PositiveInt = 64,  # inputs of the teacher and the student
-    classes: PositiveInt = 10,
-    width: PositiveInt = 256,  # hidden units of the student; more = more bytes per step
-    depth: PositiveInt = 2,  # hidden layers of the student
+    features: PositiveInt = 64,  # inputs of the network that labels and of the model
+    classes: PositiveInt = 10,  # number of classes
+    width: PositiveInt = 256,  # hidden units per layer of the model; more = more bytes per step
+    depth: PositiveInt = 2,  # hidden layers of the model
     samples: PositiveInt = 4096,  # training samples
 ) -> Task:
-    """Random inputs labelled by a random two-layer network; any width."""
+    """Random inputs labelled by a random two-layer network, of any size; needs no files."""
     generator = torch.Generator().manual_seed(mix(seed, features, classes))
     teacher = [
         torch.randn(features, 2 * features, generator=generator) / features**0.5,

@@ -16,10 +16,10 @@ def gpt(
     classes: int,
     /,
     *,
-    width: PositiveInt = 128,  # size of the stream between blocks
-    depth: PositiveInt = 4,  # blocks
+    width: PositiveInt = 128,  # embedding dimension
+    depth: PositiveInt = 4,  # transformer blocks
     heads: PositiveInt = 4,  # attention heads per block
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0,
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0,  # dropout probability
 ) -> nn.Sequential:
     """A decoder-only transformer over token numbers: 0.83 M parameters on characters.
 

@@ -16,8 +16,8 @@ def vgg16(
     classes: int,
     /,
     *,
-    classifier: NonNegativeInt = 0,  # units of two hidden layers at the end; 0 = none, 4096 = as published
-    places: PositiveInt = 1,  # per side that they see; 7 = as published, 134 M parameters with classifier=4096
+    classifier: NonNegativeInt = 0,  # units in each of two hidden layers at the end; 0 = no layers, 4096 = as published
+    places: PositiveInt = 1,  # pixels per side after pooling; 7 = as published (134 M parameters with classifier=4096)
 ) -> nn.Sequential:
     """VGG16 with BatchNorm: 14.7 M parameters without hidden classifier layers.
 
@@ -37,7 +37,7 @@ def vgg8(
     classes: int,
     /,
     *,
-    width: PositiveInt = 32,  # channels of the first stage; each next one has twice as many
+    width: PositiveInt = 32,  # channels of the first stage; each later stage has twice as many as the one before
 ) -> nn.Sequential:
     """A small VGG for images from 8×8: six convolutions with BatchNorm and one hidden layer, 0.3 M parameters."""
     layers, channels = _stages("vgg8", shape, [(width, 2), (2 * width, 2), (4 * width, 2)])

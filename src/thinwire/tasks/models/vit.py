@@ -16,8 +16,8 @@ def vit(
     /,
     *,
     patch: PositiveInt = 4,  # pixels per side of a patch; smaller = more compute
-    width: PositiveInt = 192,  # size of the stream between blocks
-    depth: PositiveInt = 6,  # blocks
+    width: PositiveInt = 192,  # embedding dimension
+    depth: PositiveInt = 6,  # transformer blocks
     heads: PositiveInt = 6,  # attention heads per block
 ) -> nn.Sequential:
     """A vision transformer for small images: 2.7 M parameters on CIFAR-10.

@@ -1,0 +1,130 @@
+"""Messages: who says them, how often, and where they go."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from thinwire.common.messages import logger, print_line, say
+
+
+class Kept(logging.Handler):
+    """Keeps messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> Kept:
+    """A handler that a program has put in the place of ours."""
+    handler = Kept()
+    monkeypatch.setattr(logger, "handlers", [handler])
+    return handler
+
+
+@pytest.fixture
+def root() -> Iterator[Kept]:
+    """A handler of the root logger."""
+    handler = Kept()
+    logging.getLogger().addHandler(handler)
+    yield handler
+    logging.getLogger().removeHandler(handler)
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 5])
+def test_only_rank_0_speaks(rank: int, capsys: pytest.CaptureFixture[str]) -> None:
+    say("hello", rank)
+    assert capsys.readouterr() == ("", "thinwire: hello\n" if rank == 0 else "")
+
+
+def test_once_is_once_in_a_process_for_each_text(kept: Kept) -> None:
+    for _ in range(3):
+        say("test_messages: first", once=True)
+        say("test_messages: second", once=True)
+        say("again")
+    assert kept.messages == ["test_messages: first", "test_messages: second", "again", "again", "again"]
+
+
+def test_what_another_rank_would_have_said_does_not_count_as_said(kept: Kept) -> None:
+    """Ranks that are threads share what was said."""
+    for rank in (1, 0, 2, 0):
+        say("test_messages: by rank 0", rank, once=True)
+    assert kept.messages == ["test_messages: by rank 0"]
+
+
+def test_a_text_is_no_format(kept: Kept) -> None:
+    say("100 % of {ranks} %s")
+    assert kept.messages == ["100 % of {ranks} %s"]
+
+
+def test_a_program_can_take_the_messages(kept: Kept, capsys: pytest.CaptureFixture[str]) -> None:
+    say("hello")
+    assert kept.messages == ["hello"]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_program_can_silence_them(kept: Kept) -> None:
+    logger.setLevel(logging.WARNING)
+    say("hello")
+    logger.setLevel(logging.INFO)
+    assert kept.messages == []
+
+
+def test_the_root_logger_gets_them_only_if_a_program_asks(
+    root: Kept, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say("hello")
+    assert root.messages == []
+    monkeypatch.setattr(logger, "propagate", True)
+    say("hello")
+    assert root.messages == ["hello"]
+    assert capsys.readouterr().err == "thinwire: hello\n" * 2
+
+
+def test_a_logger_that_was_set_up_before_the_import_stays_as_it_is() -> None:
+    done = run("""
+import logging, sys
+logger = logging.getLogger("thinwire")
+logger.addHandler(logging.StreamHandler(sys.stdout))
+from thinwire.common.messages import say
+say("info")
+logger.setLevel(logging.INFO)
+say("now")
+print(len(logger.handlers), logger.propagate)
+""")
+    assert (done.stdout, done.stderr) == ("now\n1 True\n", "")
+
+
+def test_lines_are_whole_and_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    print_line("one")
+    print_line("two")
+    assert capsys.readouterr() == ("", "one\ntwo\n")
+
+
+def test_the_work_goes_on_when_nobody_reads_standard_error() -> None:
+    done = run("""
+import os
+from thinwire.common.messages import print_line, say
+reader, writer = os.pipe()
+os.dup2(writer, 2)
+os.close(writer)
+os.close(reader)
+for i in range(3):
+    print_line(f"line {i}")
+    say("message")
+print("done")
+""")
+    assert (done.stdout, done.stderr) == ("done\n", "")
