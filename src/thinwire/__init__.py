@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from thinwire.strategies.base import Strategy as Strategy
     from thinwire.strategies.base import prepare as prepare
     from thinwire.strategies.epochs import epoch as epoch
-    from thinwire.surgery.axes import Axis as Axis
+    from thinwire.surgery.axes.axis import Axis as Axis
     from thinwire.tasks.base import Task as Task
 
 __version__ = "0.1.0.dev0"
 
 # Loaded on first use, so that `import thinwire` and `thinwire list` need no torch.
 _HOME = {
-    "Axis": "thinwire.surgery.axes",
+    "Axis": "thinwire.surgery.axes.axis",
     "Comm": "thinwire.comm.base",
     "RunError": "thinwire.errors",
     "Shard": "thinwire.data",

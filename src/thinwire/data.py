@@ -125,12 +125,12 @@ class Loader:
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """The batches of an epoch, from batch `start` on."""
-        seed = mix(self.seed, epoch, self.shard.index)
+        seed = derive_seed(self.seed, epoch, self.shard.index)
         return fetch(self.dataset, self.indices(epoch)[start:], self.num_workers, seed)
 
     def indices(self, epoch: int) -> list[Tensor]:
         """The sample numbers of each batch of an epoch."""
-        generator = torch.Generator().manual_seed(mix(self.seed, epoch))
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
         order = torch.randperm(self.num_samples, generator=generator)
         full, tail = self._sizes()
         sizes = [self.batch_size * self.ranks] * full + [tail * self.ranks] * (tail > 0)
@@ -183,10 +183,10 @@ def fetch(dataset: Dataset[Any], batches: Sequence[Tensor], num_workers: int = 0
     return iter(DataLoader(dataset, batch_sampler=order, num_workers=num_workers, generator=generator))
 
 
-def mix(*numbers: int) -> int:
+def derive_seed(*numbers: int) -> int:
     """One well-spread 63-bit seed from several small numbers (the splitmix64 finaliser, once per number).
 
-    >>> mix(0, 1) != mix(1, 0)
+    >>> derive_seed(0, 1) != derive_seed(1, 0)
     True
     """
     value = 0

@@ -19,9 +19,13 @@ from tests.surgery.own_models import with_suggestion
 from thinwire import registry
 from thinwire.common.tensors import named_tensors
 from thinwire.surgery.attention import unpack_attention
-from thinwire.surgery.axes import Axis, axes_of, blocks_of
-from thinwire.surgery.meta import initialised, to_meta, with_tensors
-from thinwire.surgery.slices import Slices, cut, deal, eval_scales, narrow, paste, portions
+from thinwire.surgery.axes.axis import Axis
+from thinwire.surgery.axes.find import axes_of
+from thinwire.surgery.axes.residual import residual_blocks_of
+from thinwire.surgery.meta import initial_tensors, to_meta, with_tensors
+from thinwire.surgery.narrow import eval_scales, narrow_network
+from thinwire.surgery.slices import Slices, put_slice, take_slice
+from thinwire.surgery.unit_assignment import assign_units, split_by_shares
 
 
 class Gated(nn.Module):
@@ -141,9 +145,9 @@ def test_a_narrow_network_is_the_whole_one_without_the_units_of_others(name: str
     x = torch.randn(NETS[name][1], generator=torch.Generator().manual_seed(1))
     empty = copy.deepcopy(net)
     to_meta(empty)
-    for hand in deal([axis.size for axis in slices.axes], [1, 1, 1], 0, 0):
+    for unit_indices in assign_units([axis.size for axis in slices.axes], [1, 1, 1], 0, 0):
         masked = {key: t.clone() for key, t in tensors.items()}
-        for axis, units in zip(slices.axes, hand, strict=True):
+        for axis, units in zip(slices.axes, unit_indices, strict=True):
             assert isinstance(axis, Axis)
             for key, along in axis.used_by.items():
                 dim, repeats = (along, 1) if isinstance(along, int) else along
@@ -153,10 +157,10 @@ def test_a_narrow_network_is_the_whole_one_without_the_units_of_others(name: str
                 inner = tensors[key].shape[dim] // (repeats * axis.size)
                 mask = mask.repeat(repeats).repeat_interleave(inner)
                 masked[key] *= mask.view(-1, *[1] * (tensors[key].dim() - dim - 1))
-        parts = {key: cut(t, slices.places(key, hand) or ()) for key, t in tensors.items()}
-        small = narrow(empty, slices, hand, parts, scaled)
+        parts = {key: take_slice(t, slices.slice_index(key, unit_indices) or ()) for key, t in tensors.items()}
+        small = narrow_network(empty, slices, unit_indices, parts, scaled)
         torch.testing.assert_close(small(x), with_tensors(net, masked)(x), rtol=1e-4, atol=1e-5)
-        assert slices.count(hand) == sum(t.numel() for t in parts.values())
+        assert slices.num_elements(unit_indices) == sum(t.numel() for t in parts.values())
 
 
 @torch.no_grad()
@@ -165,9 +169,11 @@ def test_with_one_hidden_layer_the_whole_is_the_sum_of_its_parts() -> None:
     slices = Slices(net, axes_of(net))
     x, bias = torch.randn(7, 5), net[2].bias.clone()
     total = torch.zeros(7, 3)
-    for hand in deal([11], [1, 1, 1, 1], 3, 4):
-        parts = {key: cut(t, slices.places(key, hand) or ()) for key, t in named_tensors(net).items()}
-        total += narrow(net, slices, hand, parts, scaled=False)(x) - bias
+    for unit_indices in assign_units([11], [1, 1, 1, 1], 3, 4):
+        parts = {
+            key: take_slice(t, slices.slice_index(key, unit_indices) or ()) for key, t in named_tensors(net).items()
+        }
+        total += narrow_network(net, slices, unit_indices, parts, scaled=False)(x) - bias
     torch.testing.assert_close(total, net(x) - bias)
 
 
@@ -175,50 +181,56 @@ def test_with_one_hidden_layer_the_whole_is_the_sum_of_its_parts() -> None:
 def test_norms_over_units_are_as_wide_as_the_network(normed: nn.Module) -> None:
     net = nn.Sequential(nn.Linear(5, 8), normed, nn.ReLU(), nn.Linear(8, 3))
     slices = Slices(net, axes_of(net))
-    for hand in deal([8], [1, 1, 1], 0, 0):
-        parts = {key: cut(t.detach(), slices.places(key, hand) or ()) for key, t in named_tensors(net).items()}
-        small = narrow(net, slices, hand, parts, scaled=False)
+    for unit_indices in assign_units([8], [1, 1, 1], 0, 0):
+        parts = {
+            key: take_slice(t.detach(), slices.slice_index(key, unit_indices) or ())
+            for key, t in named_tensors(net).items()
+        }
+        small = narrow_network(net, slices, unit_indices, parts, scaled=False)
         assert small(torch.randn(4, 5)).shape == (4, 3)
-        assert small[1].normalized_shape == (len(hand[0]),)
+        assert small[1].normalized_shape == (len(unit_indices[0]),)
 
 
 def test_a_group_norm_keeps_its_groups_together() -> None:
     net = nn.Sequential(nn.Conv2d(3, 12, 1), nn.GroupNorm(6, 12), nn.Conv2d(12, 2, 1))
     slices = Slices(net, axes_of(net))
     assert [axis.size for axis in slices.axes] == [6]
-    for hand in deal([6], [1, 1], 0, 0):
-        parts = {key: cut(t.detach(), slices.places(key, hand) or ()) for key, t in named_tensors(net).items()}
-        small = narrow(net, slices, hand, parts, scaled=False)
+    for unit_indices in assign_units([6], [1, 1], 0, 0):
+        parts = {
+            key: take_slice(t.detach(), slices.slice_index(key, unit_indices) or ())
+            for key, t in named_tensors(net).items()
+        }
+        small = narrow_network(net, slices, unit_indices, parts, scaled=False)
         assert (small[1].num_groups, small[1].num_channels, small[0].out_channels) == (3, 6, 6)
         x = torch.randn(2, 3, 4, 4)
         whole = net[:2](x)
-        channels = (hand[0][:, None] * 2 + torch.arange(2)).reshape(-1)
+        channels = (unit_indices[0][:, None] * 2 + torch.arange(2)).reshape(-1)
         torch.testing.assert_close(small[:2](x), whole[:, channels])
 
 
 @torch.no_grad()
 def test_blocks_of_others_are_left_out() -> None:
     net = model("resnet32", (3, 8, 8), 3).eval()
-    slices = Slices(net, blocks_of(net))
+    slices = Slices(net, residual_blocks_of(net))
     assert slices.axes[0].size == 13  # 15 blocks, of which two change the size of the image
-    hands = deal([13], [1, 1], 0, 0)
+    assigned = assign_units([13], [1, 1], 0, 0)
     x = torch.randn(2, 3, 8, 8)
-    for hand in hands:
-        places = {key: slices.places(key, hand) for key in slices.tensors}
-        parts = {key: t.detach() for key, t in named_tensors(net).items() if places[key] is not None}
-        small = narrow(net, slices, hand, parts, scaled=False)
+    for unit_indices in assigned:
+        index = {key: slices.slice_index(key, unit_indices) for key in slices.tensors}
+        parts = {key: t.detach() for key, t in named_tensors(net).items() if index[key] is not None}
+        small = narrow_network(net, slices, unit_indices, parts, scaled=False)
         without = copy.deepcopy(net)
-        for i, block in enumerate(blocks_of(net).branches):
-            if i not in hand[0]:
+        for i, block in enumerate(residual_blocks_of(net).branches):
+            if i not in unit_indices[0]:
                 without.get_submodule(block).body[4].weight.zero_()
         torch.testing.assert_close(small(x), without(x))
-        assert sum(isinstance(m, nn.Identity) for m in small) == 13 - len(hand[0])
-        twice = narrow(net, slices, hand, parts, scaled=True)
-        block = next(name for i, name in enumerate(blocks_of(net).branches) if i in hand[0])
+        assert sum(isinstance(m, nn.Identity) for m in small) == 13 - len(unit_indices[0])
+        twice = narrow_network(net, slices, unit_indices, parts, scaled=True)
+        block = next(name for i, name in enumerate(residual_blocks_of(net).branches) if i in unit_indices[0])
         y = torch.randn(2, twice.get_submodule(block).body[0].in_channels, 8, 8)
         branch = small.get_submodule(block).body(y)
-        torch.testing.assert_close(twice.get_submodule(block).body(y), branch * (13 / len(hand[0])))
-    assert set(eval_scales(slices, hands).values()) == {0.5}
+        torch.testing.assert_close(twice.get_submodule(block).body(y), branch * (13 / len(unit_indices[0])))
+    assert set(eval_scales(slices, assigned).values()) == {0.5}
 
 
 @given(
@@ -227,17 +239,17 @@ def test_blocks_of_others_are_left_out() -> None:
 )
 def test_pasting_what_was_cut_changes_nothing_and_nothing_else(shape: list[int], data: st.DataObject) -> None:
     tensor = torch.arange(math.prod(shape)).view(shape).float()
-    places = tuple(
+    index = tuple(
         data.draw(st.none() | st.sets(st.integers(0, n - 1), min_size=1).map(lambda s: torch.tensor(sorted(s))))
         for n in shape
     )
-    part = cut(tensor, places)
+    part = take_slice(tensor, index)
     other = torch.full_like(tensor, -1)
-    paste(other, places, part)
+    put_slice(other, index, part)
     kept = other >= 0
     assert torch.equal(other[kept], tensor[kept])
     assert kept.sum() == part.numel()
-    paste(tensor, places, part)
+    put_slice(tensor, index, part)
     assert torch.equal(tensor, torch.arange(math.prod(shape)).view(shape))
 
 
@@ -247,10 +259,10 @@ def test_pasting_what_was_cut_changes_nothing_and_nothing_else(shape: list[int],
     number=st.integers(0, 5),
 )
 def test_every_unit_is_dealt_to_one_rank(sizes: list[int], shares: list[float], number: int) -> None:
-    hands = deal(sizes, shares, 0, number)
-    assert hands[0][0].equal(deal(sizes, shares, 0, number)[0][0])
+    assigned = assign_units(sizes, shares, 0, number)
+    assert assigned[0][0].equal(assign_units(sizes, shares, 0, number)[0][0])
     for axis, size in enumerate(sizes):
-        held = [hand[axis] for hand in hands]
+        held = [unit_indices[axis] for unit_indices in assigned]
         assert all(len(units) for units in held)
         assert all(units.equal(units.sort().values) for units in held)
         everything = torch.cat(held).sort().values
@@ -261,7 +273,7 @@ def test_every_unit_is_dealt_to_one_rank(sizes: list[int], shares: list[float], 
 
 
 def test_deals_differ_between_rounds_and_axes() -> None:
-    (a, b), (c, _) = deal([64, 64], [1, 1], 0, 0)[0], deal([64, 64], [1, 1], 0, 1)[0]
+    (a, b), (c, _) = assign_units([64, 64], [1, 1], 0, 0)[0], assign_units([64, 64], [1, 1], 0, 1)[0]
     assert not a.equal(b)
     assert not a.equal(c)
 
@@ -269,7 +281,7 @@ def test_deals_differ_between_rounds_and_axes() -> None:
 @given(st.integers(1, 60), st.lists(st.floats(0.1, 10), min_size=1, max_size=8))
 def test_portions_are_whole_and_near_their_shares(size: int, shares: list[float]) -> None:
     size = max(size, len(shares))
-    parts = portions(size, shares)
+    parts = split_by_shares(size, shares)
     assert sum(parts) == size
     assert min(parts) >= 1
     if all(size * share / sum(shares) >= 1 for share in shares):
@@ -288,7 +300,7 @@ def test_what_cannot_be_found_is_told_with_what_to_add() -> None:
     ):
         axes_of(Own())
     with pytest.raises(tw.UsageError, match=r"no residual blocks are found in Own.*thinwire_branches"):
-        blocks_of(Own())
+        residual_blocks_of(Own())
 
 
 @pytest.mark.parametrize(
@@ -376,11 +388,11 @@ def test_a_model_without_tensors_begins_as_if_it_had_them() -> None:
     with torch.device("meta"):
         empty = build()
     torch.manual_seed(5)
-    found = initialised(empty, torch.device("cpu"))
+    found = initial_tensors(empty, torch.device("cpu"))
     assert all(t.is_meta for t in named_tensors(empty).values())
     assert found.keys() == named_tensors(real).keys()
     assert all(torch.equal(found[name], t) for name, t in named_tensors(real).items())
     with torch.device("meta"):
         odd = nn.Sequential(model("vit(width=24, depth=1, heads=4)", (1, 8, 8), 3))
     with pytest.raises(tw.UsageError, match=r"Positions.*reset_parameters"):
-        initialised(odd, torch.device("cpu"))
+        initial_tensors(odd, torch.device("cpu"))

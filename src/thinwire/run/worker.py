@@ -20,7 +20,7 @@ from thinwire.comm.world import find_world
 from thinwire.common.messages import print_line
 from thinwire.common.tensor_files import save_model
 from thinwire.config import MAY_CHANGE, RunConfig
-from thinwire.data import Loader, mix
+from thinwire.data import Loader, derive_seed
 from thinwire.errors import PeerLost, UsageError
 from thinwire.exchange.assembly import StreamedModel, export
 from thinwire.run import checkpoint
@@ -101,7 +101,7 @@ class Run:
         shard = self.strategy.shard
         self.loader = Loader(self.task.train, shard, self.batch_size, seed=config.seed, ranks=comm.size)
         self.num_steps = self._get("epochs") * len(self.loader)
-        seed_everything(mix(config.seed, comm.rank))  # dropout differs between ranks
+        seed_everything(derive_seed(config.seed, comm.rank))  # dropout differs between ranks
         self.folder = open_folder(config, comm)
         identity = {
             **self.config.model_dump(mode="json", exclude=MAY_CHANGE),
@@ -202,7 +202,7 @@ class Run:
 
     def _transformed(self, inputs: Tensor) -> Tensor:
         """Inputs as the model sees them, with augmentation that depends on (seed, epoch, batch, shard) alone."""
-        seed = mix(self.config.seed, self.at.epoch, self.at.batch, self.strategy.shard.index)
+        seed = derive_seed(self.config.seed, self.at.epoch, self.at.batch, self.strategy.shard.index)
         generator = torch.Generator(self.device).manual_seed(seed)
         return self.task.transform(inputs.to(self.device, non_blocking=True), generator)
 

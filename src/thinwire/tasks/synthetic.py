@@ -9,7 +9,7 @@ from pydantic import PositiveInt
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from thinwire.data import mix
+from thinwire.data import derive_seed
 from thinwire.tasks.base import Task
 
 
@@ -25,7 +25,7 @@ def synthetic(
     samples: PositiveInt = 4096,  # training samples
 ) -> Task:
     """Random inputs labelled by a random two-layer network; any width."""
-    generator = torch.Generator().manual_seed(mix(seed, features, classes))
+    generator = torch.Generator().manual_seed(derive_seed(seed, features, classes))
     teacher = [
         torch.randn(features, 2 * features, generator=generator) / features**0.5,
         torch.randn(2 * features, classes, generator=generator),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import UsageError
-from thinwire.surgery.axes import Axis
+from thinwire.surgery.axes.axis import Axis
 
 
 class Block(nn.Module):
