@@ -16,7 +16,7 @@ from thinwire.run import meters
 from thinwire.run.meters import KernelCount, Meters
 from thinwire.run.network import LinkReport
 from thinwire.run.summary import summarise
-from thinwire.tasks.base import load_task
+from thinwire.tasks.loading import load_task
 
 CPU = torch.device("cpu")
 

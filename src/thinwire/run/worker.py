@@ -35,7 +35,7 @@ from thinwire.run.summary import Small, count, sent_by_purpose, summarise
 from thinwire.run.tables import result_table
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.learner import CHECK_EVERY_STEPS, Recipe, not_finite
-from thinwire.tasks.base import load_task
+from thinwire.tasks.loading import load_task
 
 
 def run_rank(config: RunConfig, link: LinkReport = LinkReport(), progress_file: Path | None = None) -> dict[str, Any]:

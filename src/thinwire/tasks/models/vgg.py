@@ -1,4 +1,4 @@
-"""VGG networks: stages of 3×3 convolutions, each of which ends by halving the image."""
+"""VGG networks: stages of 3×3 convolutions, each of which ends with a pooling layer that halves the image."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def vgg16(
     /,
     *,
     classifier: NonNegativeInt = 0,  # units of two hidden layers at the end; 0 = none, 4096 = as published
-    places: PositiveInt = 1,  # per side that they see; 7 = as published, 134 M parameters with classifier=4096
+    places: PositiveInt = 1,  # per side, after pooling; 7 = as published, 134 M parameters with classifier=4096
 ) -> nn.Sequential:
     """VGG16 with BatchNorm: 14.7 M parameters without hidden classifier layers.
 
@@ -46,7 +46,7 @@ def vgg8(
 
 
 def _stages(name: str, shape: tuple[int, ...], stages: Sequence[tuple[int, int]]) -> tuple[list[nn.Module], int]:
-    """Stages of (channels, convolutions), and how many channels they end with."""
+    """The layers of stages, given as (channels, convolutions), and the number of channels at their end."""
     channels, height, width = image_shape(name, shape)
     if min(height, width) < 2 ** len(stages):
         times, least = {3: "three", 5: "five"}[len(stages)], 2 ** len(stages)
