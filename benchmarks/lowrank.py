@@ -18,7 +18,7 @@ import torch
 from comparison import print_table
 from torch import Tensor, nn
 
-from thinwire.surgery.lowrank import Layer, decompose, factor, fill
+from thinwire.surgery.lowrank import Layer, decompose, factor, set_factors
 
 LAYERS: list[tuple[Layer, tuple[int, ...]]] = [  # and the shape of one input
     (nn.Linear(256, 256), (256,)),
@@ -59,7 +59,7 @@ def measured(layer: Layer, shape: tuple[int, ...], share: float, batch: int, rou
     m, n = len(layer.weight), layer.weight[0].numel()
     rank = max(1, int(share * m * n / (m + n)))
     split = decompose(layer.weight)
-    both, one = (fill(factor(layer, rank), split) for _ in range(2))
+    both, one = (set_factors(factor(layer, rank), split) for _ in range(2))
     one.A.requires_grad_(False)
     x = torch.randn(batch, *shape, device=layer.weight.device, requires_grad=True)
     steps = [step(module, x) for module in (layer, both, one)]

@@ -1,8 +1,8 @@
 """The README's table and picture, from the results.json that a comparison wrote.
 
     thinwire compare data_parallel "data_parallel(reducer=maxnorm(bits=4))" diloco \
-        "daso(warmup_epochs=1, cooldown_epochs=1)" --task cifar10 --data DATA --autocast --epochs 8 --ranks 4 --nodes 2 \
-        --link 1gbit --seeds 1 --baseline none --out runs/readme
+        "daso(warmup_epochs=1, cooldown_epochs=1)" --task cifar10 --data DATA --autocast --epochs 8 --ranks 4 \
+        --nodes 2 --link 1gbit --seeds 1 --baseline none --out runs/readme
     python benchmarks/readme.py runs/readme/results.json
 
 It copies the results to docs/readme.json, draws docs/readme.svg and prints the table. `tests/test_docs.py` holds the

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import thinwire as tw
-from thinwire.data import Loader, Shard, mix
+from thinwire.data import Loader, Shard, derive_seed
 
 
 def numbers(count: int) -> TensorDataset:
@@ -128,7 +128,7 @@ def test_a_shard_is_the_trainers() -> None:
 
 
 def test_mixed_seeds_do_not_collide() -> None:
-    seeds = {mix(a, b, c) for a in range(12) for b in range(12) for c in range(12)}
+    seeds = {derive_seed(a, b, c) for a in range(12) for b in range(12) for c in range(12)}
     assert len(seeds) == 12**3
     assert all(0 <= seed < 2**63 for seed in seeds)
 

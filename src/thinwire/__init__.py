@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from thinwire.strategies.base import Strategy as Strategy
     from thinwire.strategies.epochs import epoch as epoch
     from thinwire.strategies.prepare import prepare as prepare
-    from thinwire.surgery.axes import Axis as Axis
+    from thinwire.surgery.axes.axis import Axis as Axis
     from thinwire.tasks.base import Task as Task
 
 __version__ = "0.1.0.dev0"
 
 # The module of each public name. It is imported on first use, so that `thinwire list` needs no torch.
 _MODULES = {
-    "Axis": "thinwire.surgery.axes",
+    "Axis": "thinwire.surgery.axes.axis",
     "Comm": "thinwire.comm.base",
     "RunError": "thinwire.errors",
     "Shard": "thinwire.data",

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules that a spec can name."""
+"""Optimizers and learning-rate schedules, by the names that specs use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from thinwire.errors import UsageError
 
 OptimizerFactory = Callable[[Iterable[Parameter]], Optimizer]
-Schedule = Callable[[float, float], float]  # (epochs done, epochs in all) → factor of the learning rate
+Schedule = Callable[[float, float], float]  # (epochs done, epochs in total) → factor of the learning rate
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -56,23 +56,23 @@ def constant(
     *,
     warmup_epochs: NonNegativeFloat = 0.0,  # epochs in which the learning rate rises linearly from 0
 ) -> Schedule:
-    """The same learning rate throughout, after an optional linear warm-up."""
-    return lambda done, total: _climb(done, warmup_epochs)
+    """A constant learning rate, after an optional linear warm-up."""
+    return lambda done, total: _warmup_factor(done, warmup_epochs)
 
 
 def cosine(
     *,
     warmup_epochs: NonNegativeFloat = 0.0,  # epochs in which the learning rate rises linearly from 0
-    floor: Fraction = 0.0,  # share of the learning rate left at the end
+    floor: Fraction = 0.0,  # learning rate at the end, as a share of the full one
 ) -> Schedule:
-    """Falls to the floor along half a cosine: floor + (1 − floor)·½(1 + cos πt)."""
+    """Half a cosine from 1 down to the floor: floor + (1 − floor)·½(1 + cos πt), after an optional linear warm-up."""
 
     def factor(done: float, total: float) -> float:
         t = min(1.0, max(0.0, done - warmup_epochs) / max(total - warmup_epochs, 1e-9))
-        return _climb(done, warmup_epochs) * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * t)))
+        return _warmup_factor(done, warmup_epochs) * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * t)))
 
     return factor
 
 
-def _climb(done: float, warmup_epochs: float) -> float:
+def _warmup_factor(done: float, warmup_epochs: float) -> float:
     return min(1.0, done / warmup_epochs) if warmup_epochs else 1.0

@@ -29,7 +29,7 @@ from thinwire.run.records import RunFolder, read_rows
 from thinwire.run.startup import open_folder, with_defaults
 from thinwire.run.worker import Run
 from thinwire.strategies.phases import Lengths
-from thinwire.tasks.base import load_task
+from thinwire.tasks.loading import load_task
 
 SUMMARY_KEYS = {
     "task", "strategy", "ranks", "nodes", "link", "seed", "epochs", "steps", "seconds", "train_seconds", "metric",

@@ -24,8 +24,8 @@ from thinwire.errors import RunError, UsageError
 from thinwire.exchange.gradients import Overlapped
 from thinwire.strategies.ab import AB
 from thinwire.strategies.phases import Lengths, Phases
-from thinwire.surgery.lowrank import Factored, decompose, factor, fill
-from thinwire.surgery.moments import resized, rotated
+from thinwire.surgery.lowrank import Factored, decompose, factor, set_factors
+from thinwire.surgery.moments import resize_state, rotate_state
 
 World = Callable[..., list[Any]]
 PAPER = Phases(warmup=4330, every=759, rebound=60, climb=267)
@@ -247,7 +247,7 @@ def factors(comm: Comm) -> dict[str, Any]:
     return {
         "factors": (layer.A.detach().clone(), layer.B.detach().clone()), "rank": strategy.ranks["3"],
         "expected": int((sigma > 0.6 * sigma[0]).sum()), "error": (layer.product() - weight).norm().item() ** 2,
-        "dropped": sigma[layer.rank :].square().sum().item(), "status": strategy.status(),
+        "dropped": sigma[layer.layer_rank :].square().sum().item(), "status": strategy.status(),
     }  # fmt: skip
 
 
@@ -323,7 +323,7 @@ def with_a_singular_weight(comm: Comm, rank: int) -> tuple[int, bool]:
         weight.copy_(weight[:, :rank] @ weight[:rank])
     strategy._enter("ab")
     steps(strategy, batches(3, 24))
-    return strategy.model[3].rank, all(p.isfinite().all() for p in strategy.consolidate().parameters())
+    return strategy.model[3].layer_rank, all(p.isfinite().all() for p in strategy.consolidate().parameters())
 
 
 @pytest.mark.parametrize("rank", [0, 1, 5])
@@ -583,13 +583,13 @@ def test_reducers_go_on_from_phase_to_phase() -> None:
 
 def test_moments_of_a_rank_that_grows_or_of_another_kind() -> None:
     like = torch.zeros(4, 5)
-    grown = resized({"exp_avg": torch.ones(4, 3), "step": torch.tensor(7.0)}, like)
+    grown = resize_state({"exp_avg": torch.ones(4, 3), "step": torch.tensor(7.0)}, like)
     assert torch.equal(grown["exp_avg"], torch.cat([torch.ones(4, 3), torch.zeros(4, 2)], 1))
     assert grown["step"] == 7
-    assert resized({"row_var": torch.ones(4, 1)}, like) == {}
-    layer = fill(factor(nn.Linear(6, 6), 2), decompose(torch.randn(6, 6)))
-    assert rotated({"row_var": torch.ones(6, 1), "step": torch.tensor(7.0)}, layer) == ({}, {})
-    up, down = rotated({"exp_avg": torch.ones(6, 6), "step": torch.tensor(7.0)}, layer)
+    assert resize_state({"row_var": torch.ones(4, 1)}, like) == {}
+    layer = set_factors(factor(nn.Linear(6, 6), 2), decompose(torch.randn(6, 6)))
+    assert rotate_state({"row_var": torch.ones(6, 1), "step": torch.tensor(7.0)}, layer) == ({}, {})
+    up, down = rotate_state({"exp_avg": torch.ones(6, 6), "step": torch.tensor(7.0)}, layer)
     assert up["step"] is not down["step"], "each optimizer counts its own steps"
 
 

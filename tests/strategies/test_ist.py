@@ -24,8 +24,10 @@ from thinwire.common.tensors import named_tensors, num_bytes
 from thinwire.errors import PeerLost
 from thinwire.exchange.sharded import Report, ShardedTensors
 from thinwire.strategies.ist import _balanced
-from thinwire.surgery.axes import axes_of, blocks_of
-from thinwire.surgery.slices import Slices, deal
+from thinwire.surgery.axes.find import axes_of
+from thinwire.surgery.axes.residual import residual_blocks_of
+from thinwire.surgery.slices import Slices
+from thinwire.surgery.unit_assignment import assign_units
 
 World = Callable[..., list[Any]]
 Data = list[tuple[Tensor, Tensor]]
@@ -109,7 +111,7 @@ def test_one_rank_is_plain_training(kind: str, optimizer: Any) -> None:
 
 def dealt_and_collected(comm: Comm, kind: str) -> tuple[bool, bool]:
     model = {"mlp": MLP, "normed": NORMED, "blocks": RESNET}[kind]
-    slices = Slices(model, blocks_of(model) if kind == "blocks" else axes_of(model))
+    slices = Slices(model, residual_blocks_of(model) if kind == "blocks" else axes_of(model))
     tensors = {
         name: t.detach() + (i if t.is_floating_point() else 3)
         for i, (name, t) in enumerate(named_tensors(model).items())
@@ -120,7 +122,7 @@ def dealt_and_collected(comm: Comm, kind: str) -> tuple[bool, bool]:
         before = {name: part.clone() for name, part in homes.parts.items()}
         unchanged = True
         for number in range(3):
-            hands = deal([axis.size for axis in slices.axes], [1.0] * comm.size, 0, number)
+            hands = assign_units([axis.size for axis in slices.axes], [1.0] * comm.size, 0, number)
             homes.collect(homes.deal(hands), hands, Report(1 + comm.rank, 0.0))
             unchanged = unchanged and same(homes.parts, before)
         return unchanged, same(dict(homes.whole()), tensors)
@@ -158,7 +160,7 @@ def rounds_by_hand(
     data = [batches(num_steps, seed=rank) for rank in range(ranks)]
     losses: list[list[float]] = [[] for _ in range(ranks)]
     for number, start in enumerate(range(0, num_steps, every)):
-        hands = deal([13, 14], [1.0] * ranks, 0, number)
+        hands = assign_units([13, 14], [1.0] * ranks, 0, number)
         last = []
         for rank, (i, j) in enumerate(hands):
             picks = [(i, torch.arange(6)), (j, i), (torch.arange(3), j)]
@@ -218,7 +220,7 @@ def what_moved(comm: Comm, cut: str) -> bool:
     covered = {name: torch.zeros(t.shape) for name, t in before.items()}
     for hand in made.hands:
         for name, count in covered.items():
-            places = made.slices.places(name, hand)
+            places = made.slices.slice_index(name, hand)
             if places is None:
                 continue
             if count.dim() == 0:
@@ -235,7 +237,7 @@ def what_moved(comm: Comm, cut: str) -> bool:
         after = dict(made.homes.copy().whole())
     for name, count in covered.items():
         assert torch.equal(after[name][count == 0], before[name][count == 0])
-        assert count.max() == 1 or not made.slices.is_cut(name)
+        assert count.max() == 1 or not made.slices.is_divided(name)
         if before[name].dim() > 1:
             assert (after[name] != before[name])[count > 0].float().mean() > 0.9
     return any((count == 0).any() for count in covered.values()) or cut == "blocks"
@@ -316,7 +318,7 @@ def held(comm: Comm, spec: str, optimizer: Any) -> tuple[int, int, int, int]:
     made = tw.prepare(spec, model=model, optimizer=optimizer, loss=nn.functional.cross_entropy, comm=comm)
     del model
     data = (torch.randn(2, 64), torch.randint(0, 64, (2,)))
-    subnet = 4 * max(made.slices.count(hand) for hand in made.hands)
+    subnet = 4 * max(made.slices.num_elements(hand) for hand in made.hands)
     gc.collect()
     before = in_tensors() - sum(num_bytes(t) for t in held_by(made))
     most = [0]
@@ -841,7 +843,7 @@ def test_moments_that_cannot_be_cut_are_refused() -> None:
     def odd(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.Adafactor(parameters)
 
-    with pytest.raises(tw.UsageError, match=r"Adafactor remembers .*optimizer_state=reset"):
+    with pytest.raises(tw.UsageError, match=r"Adafactor keeps .*optimizer_state=reset"):
         tw.simulate(lambda comm: trainer(comm, "ist", optimizer=odd), ranks=2)
     tw.simulate(
         lambda comm: trainer(comm, "ist(optimizer_state=reset)", optimizer=odd).step(batches(1)[0]), ranks=2

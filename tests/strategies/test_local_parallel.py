@@ -17,11 +17,12 @@ from torch import Tensor, nn
 import thinwire as tw
 from tests.worlds import ProcessWorlds, on_threads
 from thinwire.comm.base import Comm
-from thinwire.data import mix
+from thinwire.data import derive_seed
 from thinwire.errors import PeerLost, RunError, UsageError
 from thinwire.strategies.local_parallel import LocalParallel
 from thinwire.strategies.staged import seeded
-from thinwire.surgery.heads import Exit, Readout
+from thinwire.surgery.heads.base import HeadModule
+from thinwire.surgery.heads.readout import Readout
 from thinwire.tasks.models.gpt import gpt
 
 World = Callable[..., list[Any]]
@@ -98,18 +99,18 @@ def in_one_process(exits: list[nn.Module], seed: int, data: Data, overlap: int, 
         if every and step and step % every == 0:
             for head in heads:
                 if isinstance(head, Readout) and copies:
-                    head.lagged.load_state_dict(copies[-1])
+                    head.last_segment.load_state_dict(copies[-1])
             copies.append(weights(blocks[-1][-1]))
         for piece, (x, y) in enumerate(zip(inputs.tensor_split(pieces), targets.tensor_split(pieces), strict=True)):
             ins, outs, losses_at = [], [], [[] for _ in range(num_blocks)]
             for k, (block, head) in enumerate(zip(blocks, heads, strict=True)):
-                torch.manual_seed(mix(seed, k, 0, step, piece, 0))
+                torch.manual_seed(derive_seed(seed, k, 0, step, piece, 0))
                 z = (outs[-1].detach() if k else x).clone()
                 ins.append(z.requires_grad_() if k else z)
                 outs.append(block(ins[-1].clone() if k else ins[-1]))
                 judged = outs[-1].detach().requires_grad_()
-                torch.manual_seed(mix(seed, k, 0, step, piece, 1))
-                loss = (head.loss(judged, y, loss_of) if isinstance(head, Exit) else loss_of(head(judged), y)) * (
+                torch.manual_seed(derive_seed(seed, k, 0, step, piece, 1))
+                loss = (head.loss(judged, y, loss_of) if isinstance(head, HeadModule) else loss_of(head(judged), y)) * (
                     len(x) / len(inputs)
                 )
                 trains = [
@@ -423,7 +424,7 @@ def test_tied_weights_are_not_cut_apart() -> None:
         trainer(comm, "local_parallel", model).step(batches("gpt", 1)[0])
 
     with pytest.raises(
-        UsageError, match=r"0.weight and 7.weight are one tensor, which blocks 1 and 2 would train apart"
+        UsageError, match=r"0.weight and 7.weight are one tensor, of which blocks 1 and 2 would train different copies"
     ):
         tw.simulate(run, ranks=2)
     assert tw.simulate(run, ranks=1) == [None]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
-from thinwire.surgery.axes import axes_of
+from thinwire.surgery.axes.find import axes_of
 
 
 class Fused(nn.Module):

@@ -1,4 +1,4 @@
-"""torch's attention, opened, factored and closed again, computes the same."""
+"""torch's attention, unpacked, factored and packed again, computes the same."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.surgery.attention import UnpackedAttention, unpack_attention
-from thinwire.surgery.lowrank import Factored, candidates, decompose, factor, fill
-from thinwire.surgery.standard import standard
+from thinwire.surgery.lowrank import Factored, decompose, factor, factorable_layers, set_factors
+from thinwire.surgery.standard import to_standard_modules
 
 E, HEADS = 12, 3
 
@@ -26,12 +26,12 @@ class Holder(nn.Module):
 
 
 def lowered(model: nn.Module, rank: int | None) -> list[str]:
-    """Factor every candidate, exactly if no rank is given."""
-    names = candidates(model)
+    """Factor every layer that can be, exactly if no rank is given."""
+    names = factorable_layers(model)
     for name in names:
         layer = model.get_submodule(name)
         found = decompose(layer.weight)
-        model.set_submodule(name, fill(factor(layer, rank or len(found.sigma)), found))
+        model.set_submodule(name, set_factors(factor(layer, rank or len(found.sigma)), found))
     return names
 
 
@@ -53,7 +53,7 @@ def masks(kind: str, batch: int, length: int, keys: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("thin", [False, True])
 @pytest.mark.parametrize("kind", ["none", "boolean", "added", "per head", "padding", "both"])
 @pytest.mark.parametrize("options", [{}, {"batch_first": True}, {"bias": False}])
-def test_opened_attention_computes_the_same(options: dict[str, Any], kind: str, thin: bool) -> None:
+def test_unpacked_attention_computes_the_same(options: dict[str, Any], kind: str, thin: bool) -> None:
     torch.manual_seed(0)
     holder = Holder(**options)
     nn.init.normal_(holder.attention.out_proj.weight)
@@ -63,7 +63,7 @@ def test_opened_attention_computes_the_same(options: dict[str, Any], kind: str, 
         for name in ("attention.in_proj", "attention.out_proj"):
             layer = holder.get_submodule(name)
             found = decompose(layer.weight)
-            holder.set_submodule(name, fill(factor(layer, len(found.sigma)), found))
+            holder.set_submodule(name, set_factors(factor(layer, len(found.sigma)), found))
     x, memory = torch.randn(5, 4, E), torch.randn(7, 4, E)
     if options.get("batch_first"):
         x, memory = x.transpose(0, 1), memory.transpose(0, 1)
@@ -110,7 +110,7 @@ def test_parameters_stay_the_same_ones_and_gradients_agree() -> None:
     torch.testing.assert_close(weight.grad, reference.in_proj_weight.grad)
 
 
-def test_attention_that_cannot_be_opened_is_left_alone() -> None:
+def test_attention_that_cannot_be_unpacked_is_left_alone() -> None:
     for options in ({"kdim": 5}, {"add_bias_kv": True}, {"add_zero_attn": True}):
         holder = Holder(**options)
         unpack_attention(holder)
@@ -141,7 +141,7 @@ def test_a_transformer_after_surgery_and_back(batch_first: bool, training: bool)
     assert len(lowered(model, None)) == 8
     x = torch.randn(3, 5, E)
     torch.testing.assert_close(model(x), original(x), rtol=1e-4, atol=1e-5)
-    ordinary = standard(copy.deepcopy(model))
+    ordinary = to_standard_modules(copy.deepcopy(model))
     assert not any(type(m).__module__.startswith("thinwire") for m in ordinary.modules())
     with torch.no_grad():
         torch.testing.assert_close(ordinary(x), original(x), rtol=1e-4, atol=1e-5)
@@ -153,7 +153,7 @@ def test_a_standard_model_is_as_small_as_the_factored_one() -> None:
     unpack_attention(model)
     lowered(model, 2)
     size = sum(p.numel() for p in model.parameters())
-    ordinary = standard(copy.deepcopy(model))
+    ordinary = to_standard_modules(copy.deepcopy(model))
     assert sum(p.numel() for p in ordinary.parameters()) == size
     assert sum(t.numel() for t in ordinary.state_dict().values()) == size
     x = torch.randn(3, 5, E)
@@ -164,7 +164,7 @@ def test_without_attention_a_standard_model_is_made_of_sequentials() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
     lowered(model, 2)
     assert isinstance(model[1], Factored)
-    ordinary = standard(model)
+    ordinary = to_standard_modules(model)
     assert type(ordinary[1]) is nn.Sequential
     assert list(ordinary.state_dict()) == [
         "0.weight", "0.bias", "1.down.weight", "1.up.weight", "1.up.bias", "2.weight", "2.bias"
@@ -172,12 +172,12 @@ def test_without_attention_a_standard_model_is_made_of_sequentials() -> None:
     pickle.dumps(ordinary)
 
 
-def test_opened_attention_closes_to_torchs_own() -> None:
+def test_unpacked_attention_packs_to_torchs_own() -> None:
     model = transformer()
     before = {name: t.clone() for name, t in model.state_dict().items()}
     unpack_attention(model)
     assert any(isinstance(m, UnpackedAttention) for m in model.modules())
-    after = standard(model)
+    after = to_standard_modules(model)
     assert list(after.state_dict()) == list(before)
     assert all(torch.equal(after.state_dict()[name], t) for name, t in before.items())
     assert type(after[1].layers[0].self_attn) is nn.MultiheadAttention
@@ -213,7 +213,7 @@ def test_the_recipe_of_the_docs_loads_factored_models(model: nn.Module, shape: t
     small, empty = copy.deepcopy(model), copy.deepcopy(model)
     unpack_attention(small)
     assert lowered(small, rank)
-    small = standard(small)
+    small = to_standard_modules(small)
     recipe()(empty, small.state_dict())
     x = torch.randn(shape)
     assert torch.equal(empty(x), small(x))

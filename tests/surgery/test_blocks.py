@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from thinwire import registry
 from thinwire.errors import UsageError
-from thinwire.surgery.blocks import balanced, check_ties, segments_of
+from thinwire.surgery.blocks import balanced_starts, check_ties
 from thinwire.surgery.costs import activations, flops, seconds
+from thinwire.surgery.segments import segments_of
 from thinwire.tasks.models.transformer import Block
 
 INPUTS = {
@@ -21,19 +22,29 @@ INPUTS = {
     "vit": ((3, 8, 8), torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))),
 }
 IMAGES = ((3, 32, 32), torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0)))
-UNITS = {"mlp": 3, "cnn": 4, "vgg8": 8, "vgg16": 14, "resnet18": 10, "resnet32": 17, "resnet50": 18, "gpt": 7, "vit": 9}
+NUM_SEGMENTS = {
+    "mlp": 3,
+    "cnn": 4,
+    "vgg8": 8,
+    "vgg16": 14,
+    "resnet18": 10,
+    "resnet32": 17,
+    "resnet50": 18,
+    "gpt": 7,
+    "vit": 9,
+}
 
 
 @pytest.mark.parametrize("name", registry.TABLE["models"])
-def test_the_units_of_every_model_compute_what_it_does(name: str) -> None:
+def test_the_segments_of_every_model_compute_what_it_does(name: str) -> None:
     shape, inputs = INPUTS.get(name, IMAGES)
     torch.manual_seed(0)
     model = registry.build("models", name, shape, 7).eval()
-    units = segments_of(model)
-    assert len(units) == UNITS[name]
-    seen = activations([unit.module for unit in units], inputs)
+    segments = segments_of(model)
+    assert len(segments) == NUM_SEGMENTS[name]
+    seen = activations([segment.module for segment in segments], inputs)
     assert torch.equal(seen[-1], model(inputs))
-    assert sum(p.numel() for u in units for p in u.module.parameters()) == sum(p.numel() for p in model.parameters())
+    assert sum(p.numel() for s in segments for p in s.module.parameters()) == sum(p.numel() for p in model.parameters())
 
 
 class Written(nn.Module):
@@ -86,10 +97,10 @@ class Choosing(nn.Module):
 
 def test_a_model_that_is_not_a_sequence_is_cut_where_one_tensor_passes() -> None:
     model, inputs = Written().eval(), INPUTS["gpt"][1]
-    units = segments_of(model)
-    assert [unit.name for unit in units] == ["words", "blocks.0", "blocks.1", "blocks.2", "head"]
-    assert torch.equal(activations([unit.module for unit in units], inputs)[-1], model(inputs))
-    owned = {id(p) for unit in units for p in unit.module.parameters()}
+    segments = segments_of(model)
+    assert [segment.name for segment in segments] == ["words", "blocks.0", "blocks.1", "blocks.2", "head"]
+    assert torch.equal(activations([segment.module for segment in segments], inputs)[-1], model(inputs))
+    owned = {id(p) for segment in segments for p in segment.module.parameters()}
     assert owned == {id(p) for p in model.parameters()}
 
 
@@ -97,14 +108,14 @@ def test_a_cut_inside_a_module_is_found_by_its_name() -> None:
     model = Written().eval()
     with pytest.raises(UsageError, match=r"cannot be cut at blocks.1.mlp.0: 2 tensors cross there, .*passes on one"):
         segments_of(model, ["blocks.1.mlp"])
-    units = segments_of(model, ["norm"])
-    assert [unit.name for unit in units][-2:] == ["norm", "head"]
+    segments = segments_of(model, ["norm"])
+    assert [segment.name for segment in segments][-2:] == ["norm", "head"]
     inputs = INPUTS["gpt"][1]
-    assert torch.equal(activations([unit.module for unit in units], inputs)[-1], model(inputs))
+    assert torch.equal(activations([segment.module for segment in segments], inputs)[-1], model(inputs))
 
 
 def test_no_cut_crosses_a_skip_connection() -> None:
-    assert [unit.name for unit in segments_of(Skipping())] == ["first", "second", "last"]
+    assert [segment.name for segment in segments_of(Skipping())] == ["first", "second", "last"]
     with pytest.raises(
         UsageError,
         match=r"cut at third: 2 tensors cross there, first \(for add\), second \(for third\); .* possible: second, la",
@@ -114,9 +125,9 @@ def test_no_cut_crosses_a_skip_connection() -> None:
 
 def test_names_in_a_sequence_may_be_anywhere_in_it() -> None:
     net = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
-    assert [unit.name for unit in segments_of(net)] == ["0.0", "1.0"]
-    assert [unit.name for unit in segments_of(net, ["0.1"])] == ["0.0", "0.1", "1.0"]
-    assert [unit.name for unit in segments_of(net, ["1"])] == ["0.0", "1.0"]
+    assert [segment.name for segment in segments_of(net)] == ["0.0", "1.0"]
+    assert [segment.name for segment in segments_of(net, ["0.1"])] == ["0.0", "0.1", "1.0"]
+    assert [segment.name for segment in segments_of(net, ["1"])] == ["0.0", "1.0"]
     with pytest.raises(UsageError, match=r"can begin with layer '2'; possible: 0.1, 1.0, 1.1"):
         segments_of(net, ["2"])
     with pytest.raises(
@@ -138,10 +149,10 @@ def test_a_compiled_model_is_asked_for_as_it_was() -> None:
 
 def test_tied_weights_stay_together() -> None:
     model = Written(tied=True)
-    units = [unit.module for unit in segments_of(model)]
-    check_ties([nn.Sequential(*units)], model)
-    with pytest.raises(UsageError, match=r"words.weight and head.weight are one tensor, which blocks 1 and 2 would"):
-        check_ties([nn.Sequential(*units[:3]), nn.Sequential(*units[3:])], model)
+    segments = [segment.module for segment in segments_of(model)]
+    check_ties([nn.Sequential(*segments)], model)
+    with pytest.raises(UsageError, match=r"words.weight and head.weight are one tensor, of which blocks 1 and 2 would"):
+        check_ties([nn.Sequential(*segments[:3]), nn.Sequential(*segments[3:])], model)
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.data())
@@ -152,7 +163,7 @@ def test_the_dearest_block_is_as_cheap_as_can_be(costs: list[int], data: st.Data
         ends = [*starts[1:], len(costs)]
         return max(sum(costs[a:b]) for a, b in zip(starts, ends, strict=True))
 
-    found = balanced(costs, count)
+    found = balanced_starts(costs, count)
     assert len(found) == count
     assert found == sorted(set(found))
     assert found[0] == 0
@@ -187,11 +198,11 @@ class Dropping(nn.Module):
 @pytest.mark.parametrize("traced_in_training", [True, False])
 def test_dropout_follows_the_mode_of_its_block(traced_in_training: bool) -> None:
     model, x = Dropping().train(traced_in_training), torch.ones(3, 4)
-    for unit in segments_of(model):
+    for segment in segments_of(model):
         for training in (True, False):
-            unit.module.train(training)
-            assert torch.equal(unit.module(x), unit.module(x)) is not training
-        x = unit.module(x)
+            segment.module.train(training)
+            assert torch.equal(segment.module(x), segment.module(x)) is not training
+        x = segment.module(x)
 
 
 def test_a_constant_may_be_shared_but_not_what_is_saved() -> None:

@@ -10,7 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from thinwire.surgery.lowrank import Factored, candidates, decompose, factor, fill, gains, merge, rank_of
+from thinwire.surgery.lowrank import (
+    Factored,
+    decompose,
+    factor,
+    factorable_layers,
+    layer_rank_above,
+    merge,
+    saves_parameters,
+    set_factors,
+)
 
 LAYERS = {
     "tall": nn.Linear(6, 20),
@@ -35,7 +44,7 @@ INPUTS = {
 def split(layer: nn.Module, rank: int | None = None) -> Factored:
     found = decompose(layer.weight)
     rank = rank or len(found.sigma)
-    return fill(factor(layer, rank), found)
+    return set_factors(factor(layer, rank), found)
 
 
 def inputs(layer: nn.Module) -> Tensor:
@@ -61,7 +70,7 @@ def test_a_is_the_factor_of_the_longer_side(kind: str) -> None:
     thin = split(layer, rank=2)
     m, n = len(layer.weight), layer.weight[0].numel()
     assert (thin.A.numel(), thin.B.numel()) == (2 * max(m, n), 2 * min(m, n))
-    assert thin.rank == 2
+    assert thin.layer_rank == 2
     product = thin.A.flatten(1) @ thin.B.flatten(1) if m >= n else thin.B.flatten(1) @ thin.A.flatten(1)
     torch.testing.assert_close(product, thin.weight.flatten(1))
 
@@ -91,11 +100,11 @@ def test_a_times_b_is_w_for_any_matrix(m: int, n: int, rank: int, seed: int) -> 
     ],
 )
 def test_the_rank_rule_on_a_known_spectrum(sigma: list[float], cutoff: float, rank: int) -> None:
-    assert rank_of(torch.tensor(sigma), cutoff) == rank
+    assert layer_rank_above(torch.tensor(sigma), cutoff) == rank
     u, v = (torch.linalg.qr(torch.randn(8, len(sigma), dtype=torch.float64))[0] for _ in range(2))
     found = decompose((u * torch.tensor(sigma)) @ v.T).sigma[: len(sigma)]
     if cutoff != 0.15 or len(sigma) < 5:  # on the edge itself the last bit decides
-        assert rank_of(found, cutoff) == rank
+        assert layer_rank_above(found, cutoff) == rank
 
 
 def test_truncation_is_the_best_approximation_of_its_rank() -> None:
@@ -105,9 +114,9 @@ def test_truncation_is_the_best_approximation_of_its_rank() -> None:
 
 
 @pytest.mark.parametrize(("shape", "largest"), [((20, 20), 9), ((30, 20), 11), ((10, 4, 3, 3), 7), ((4, 1), 0)])
-def test_a_layer_gains_only_below_mn_over_m_plus_n(shape: tuple[int, ...], largest: int) -> None:
+def test_a_layer_saves_parameters_only_below_mn_over_m_plus_n(shape: tuple[int, ...], largest: int) -> None:
     weight = torch.zeros(shape)
-    assert [rank for rank in range(1, 21) if gains(weight, rank)] == list(range(1, largest + 1))
+    assert [rank for rank in range(1, 21) if saves_parameters(weight, rank)] == list(range(1, largest + 1))
     if len(shape) == 2 and largest:
         layer = nn.Linear(shape[1], shape[0], bias=False)
         size = [sum(p.numel() for p in factor(layer, rank).parameters()) for rank in (largest, largest + 1)]
@@ -155,17 +164,17 @@ class Special(nn.Linear):
 
 
 def test_only_layers_that_can_be_replaced_are_candidates() -> None:
-    assert candidates(Odd()) == ["usual"]
-    assert candidates(nn.Linear(9, 9)) == []
-    assert candidates(nn.Sequential(nn.BatchNorm1d(4), nn.ReLU())) == []
+    assert factorable_layers(Odd()) == ["usual"]
+    assert factorable_layers(nn.Linear(9, 9)) == []
+    assert factorable_layers(nn.Sequential(nn.BatchNorm1d(4), nn.ReLU())) == []
     both = nn.Sequential(nn.Conv2d(1, 8, 3), nn.Sequential(nn.Conv2d(8, 8, 3)), nn.Flatten(), nn.Linear(8, 8))
-    assert candidates(both) == ["1.0"]
+    assert factorable_layers(both) == ["1.0"]
 
 
 def test_tables_and_norms_are_neither_first_nor_last() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm([2, 8]))
     model.register_parameter("token", nn.Parameter(torch.zeros(1, 1, 8)))
-    assert candidates(model) == ["1"]
+    assert factorable_layers(model) == ["1"]
 
 
 def test_a_factored_layer_answers_for_the_full_one() -> None:

@@ -15,7 +15,9 @@ import torch
 from sklearn.datasets import load_digits
 
 from thinwire.errors import UsageError
-from thinwire.tasks.base import Task, crop_and_flip, load_task
+from thinwire.tasks.base import Task
+from thinwire.tasks.cifar10 import crop_and_flip
+from thinwire.tasks.loading import load_task
 
 GENERATOR = np.random.default_rng(0)
 
@@ -168,7 +170,7 @@ def test_missing_data_says_what_to_give(name: str, tmp_path: Path) -> None:
 
 def test_one_class_is_refused() -> None:
     data = torch.utils.data.TensorDataset(torch.zeros(3, 2), torch.zeros(3))
-    with pytest.raises(UsageError, match="nothing to tell apart"):
+    with pytest.raises(UsageError, match="accuracy needs two or more"):
         Task(data, data, (2,), 1, "mlp")
     Task(data, data, (2,), 1, "mlp", loss=torch.nn.functional.mse_loss, metric="loss")
 

@@ -22,7 +22,7 @@ from thinwire.common.tensors import named_tensors, num_bytes
 from thinwire.errors import RunError, UsageError
 from thinwire.exchange.sharded import ShardedTensors
 from thinwire.surgery.meta import with_tensors
-from thinwire.surgery.standard import standard
+from thinwire.surgery.standard import to_standard_modules
 
 Factors = Mapping[str, float]  # what some tensors are multiplied by
 
@@ -31,7 +31,7 @@ Factors = Mapping[str, float]  # what some tensors are multiplied by
 def assembled(model: nn.Module, homes: ShardedTensors, factors: Factors) -> nn.Module:
     """The whole network on every rank. Collective."""
     whole = with_tensors(model, {name: _times(t, factors.get(name)) for name, t in homes.whole()})
-    return standard(whole)
+    return to_standard_modules(whole)
 
 
 class StreamedModel(nn.Module):
@@ -204,7 +204,7 @@ def _standard_names(model: nn.Module) -> dict[str, str]:
     """What tensors are called in the model as torch has it, without what surgery put in."""
     twin = copy.deepcopy(model)
     before = {id(t): name for name, t in named_tensors(twin).items()}
-    return {before[id(t)]: name for name, t in named_tensors(standard(twin)).items()}
+    return {before[id(t)]: name for name, t in named_tensors(to_standard_modules(twin)).items()}
 
 
 def _times(tensor: Tensor, factor: float | None) -> Tensor:

@@ -10,7 +10,18 @@ from torch import Tensor, nn
 
 from thinwire.comm.base import Comm, coalesced
 from thinwire.errors import RunError, UsageError
-from thinwire.surgery.lowrank import Factored, Layer, Split, candidates, decompose, factor, fill, gains, merge, rank_of
+from thinwire.surgery.lowrank import (
+    Decomposition,
+    Factored,
+    Layer,
+    decompose,
+    factor,
+    factorable_layers,
+    layer_rank_above,
+    merge,
+    saves_parameters,
+    set_factors,
+)
 
 
 class Factoring:
@@ -20,7 +31,7 @@ class Factoring:
         self.comm = comm
         self.cutoff = cutoff
         self.owner = owner  # the strategy, for its messages
-        self.layers = candidates(model)
+        self.layers = factorable_layers(model)
         if not self.layers:
             raise UsageError(
                 f"{owner}: no layer of this model can be factored (linear ones and convolutions can, unless grouped, "
@@ -72,7 +83,7 @@ class Factoring:
         for root in range(self.comm.size):
             layers = {name: layer for name, layer in self.factored(model).items() if owner[name] == root}
             for name in layers.keys() & splits.keys():
-                fill(layers[name], splits[name])
+                set_factors(layers[name], splits[name])
             with self.comm.ledger.purpose("sync", instead_of="train"):
                 coalesced([w for x in layers.values() for w in (x.A, x.B)], partial(self.comm.broadcast, root=root))
         return ranks
@@ -80,8 +91,8 @@ class Factoring:
     def _weights(self, model: nn.Module) -> dict[str, Tensor]:
         return {name: model.get_submodule(name).get_parameter("weight") for name in self.layers}
 
-    def _low_ranks(self, weights: dict[str, Tensor], splits: dict[str, Split]) -> dict[str, int]:
-        mine = [rank_of(splits[name].sigma, self.cutoff) if name in splits else 0 for name in self.layers]
+    def _low_ranks(self, weights: dict[str, Tensor], splits: dict[str, Decomposition]) -> dict[str, int]:
+        mine = [layer_rank_above(splits[name].sigma, self.cutoff) if name in splits else 0 for name in self.layers]
         with self.comm.ledger.purpose("sync", instead_of="train"):
             found = dict(zip(self.layers, self.comm.sum(torch.tensor(mine)).tolist(), strict=True))
         for name, rank in found.items():
@@ -90,7 +101,7 @@ class Factoring:
                     f"{self.owner}: the weight of layer {name} is not finite, or its singular values cannot be found, "
                     "so it cannot be factored; try a lower --lr or --clip-norm 1"
                 )
-        return {name: rank for name, rank in found.items() if gains(weights[name], rank)}
+        return {name: rank for name, rank in found.items() if saves_parameters(weights[name], rank)}
 
 
 def _shared_out(weights: Mapping[str, Tensor], num_ranks: int) -> dict[str, int]:
@@ -103,9 +114,9 @@ def _shared_out(weights: Mapping[str, Tensor], num_ranks: int) -> dict[str, int]
     return owner
 
 
-def _split(weight: Tensor) -> Split:
+def _split(weight: Tensor) -> Decomposition:
     """A decomposition; where there is none, one of rank 0, so that all ranks can be told."""
     try:
         return decompose(weight)
     except (ValueError, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
-        return Split(weight, weight.new_zeros(0), weight)
+        return Decomposition(weight, weight.new_zeros(0), weight)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from thinwire.comm.base import Comm
 from thinwire.common.tensors import num_bytes
-from thinwire.surgery.slices import Places, Slices, UnitIndices, cut, part_shape, paste
+from thinwire.surgery.slices import SliceIndex, Slices, UnitIndices, put_slice, slice_shape, take_slice
 
 
 class Report(NamedTuple):
@@ -29,7 +29,7 @@ class Piece(NamedTuple):
     """What a rank's slice and a home have in common of one tensor."""
 
     name: str
-    places: Places  # in the home's part
+    places: SliceIndex  # in the home's part
     shape: list[int]
     dim: int  # along this dimension of the slice, from `start` on
     start: int
@@ -72,12 +72,14 @@ class ShardedTensors:
         rank, ranks = self.comm.rank, range(self.comm.size)
         outgoing = [self._pieces(hands[to], rank) for to in ranks]
         pieces = [self._pieces(hands[rank], home) for home in ranks]
-        arrived = self._swap(self._packed(outgoing, lambda p: cut(self.parts[p.name], p.places)), outgoing, pieces)
+        arrived = self._swap(
+            self._packed(outgoing, lambda p: take_slice(self.parts[p.name], p.places)), outgoing, pieces
+        )
         slice_: dict[str, Tensor] = {}
         for name, dtype in self.dtypes.items():
-            places = self.slices.places(name, hands[rank])
+            places = self.slices.slice_index(name, hands[rank])
             if places is not None:
-                shape = part_shape(self.shapes[name], places)
+                shape = slice_shape(self.shapes[name], places)
                 slice_[name] = torch.empty(shape, dtype=dtype, device=self.device)
         for home in ranks:
             for piece, data in zip(pieces[home], arrived[home], strict=True):
@@ -103,8 +105,8 @@ class ShardedTensors:
         shared: dict[str, list[tuple[float, Tensor]]] = {}
         for source in ranks:
             for piece, data in zip(pieces[source][1:], arrived[source][1:], strict=True):
-                if self.slices.is_cut(piece.name):
-                    paste(self.parts[piece.name], piece.places, data)
+                if self.slices.is_divided(piece.name):
+                    put_slice(self.parts[piece.name], piece.places, data)
                 else:
                     shared.setdefault(piece.name, []).append((reports[source].steps, data))
         for name, copies in shared.items():
@@ -186,7 +188,7 @@ class ShardedTensors:
         """What a rank with these units has of what lies in a home."""
         found = []
         for name in self.dtypes:
-            places = self.slices.places(name, hand)
+            places = self.slices.slice_index(name, hand)
             begin, end = self._bounds(name, home)
             if places is None or begin == end:
                 continue
@@ -200,7 +202,7 @@ class ShardedTensors:
             if chosen is not None:
                 start, stop = torch.searchsorted(chosen, torch.tensor([begin, end])).tolist()
                 here[dim] = chosen[start:stop] - begin
-            found.append(Piece(name, tuple(here), part_shape(self._shape(name, home), tuple(here)), dim, start))
+            found.append(Piece(name, tuple(here), slice_shape(self._shape(name, home), tuple(here)), dim, start))
         return found
 
     # ---- the wire

@@ -28,7 +28,7 @@ from thinwire.netlab import Host, Lab
 from thinwire.run.network import LinkReport, check_link, check_network, network
 from thinwire.run.records import RunFolder, is_free
 from thinwire.spec import parse
-from thinwire.tasks.naming import check_name
+from thinwire.tasks.naming import check_task_name
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -171,14 +171,14 @@ def _run_agent(config: RunConfig, payload: dict[str, Any], scratch: str) -> None
 
 def check_names(config: RunConfig) -> None:
     """Raise UsageError for a name that does not exist: at once, without torch."""
-    check_name(config.task)
+    check_task_name(config.task)
     for kind, spec in _specs(config):
         registry.find(kind, parse(spec).name)
 
 
 def check_options(config: RunConfig) -> None:
     """Raise UsageError for an option that does not exist, before anything is started."""
-    from thinwire.tasks.base import check_task
+    from thinwire.tasks.loading import check_task
 
     check_task(config.task)
     for kind, spec in _specs(config):

@@ -13,7 +13,7 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.comm.base import Comm
 from thinwire.common.dtypes import as_reals
-from thinwire.data import mix
+from thinwire.data import derive_seed
 from thinwire.errors import RunError
 
 Named = dict[str, Tensor]  # by parameter name
@@ -85,7 +85,7 @@ class Draw(NamedTuple):
 
     def key(self, *who: int) -> int:
         """32 bits for one use: of a rank, or of all ranks when none is given."""
-        return mix(self.number, *who) & 0xFFFFFFFF
+        return derive_seed(self.number, *who) & 0xFFFFFFFF
 
     def rounding(self, *who: int) -> int | None:
         """The key for rounding at random, or None for rounding to the nearest."""
@@ -115,7 +115,7 @@ def _on_vectors(
         if not x.numel():
             return Reduced({name: t.detach().clone() for name, t in tensors.items()}, nothing_lost(tensors), state)
         step = int(state["step"])
-        draw = Draw(mix(zlib.crc32("\n".join(tensors).encode()), step), unbiased)
+        draw = Draw(derive_seed(zlib.crc32("\n".join(tensors).encode()), step), unbiased)
         out = average(x, draw, state, comm)
         return Reduced(
             unflatten(out.mean, tensors),

@@ -17,7 +17,7 @@ from thinwire.comm.join import join
 from thinwire.comm.world import find_world
 from thinwire.common.messages import print_line
 from thinwire.config import MAY_CHANGE, RunConfig
-from thinwire.data import Loader, mix
+from thinwire.data import Loader, derive_seed
 from thinwire.errors import PeerLost
 from thinwire.run.checkpoint import Checkpoints
 from thinwire.run.meters import Meters
@@ -30,7 +30,7 @@ from thinwire.run.startup import agree, choose_device, fingerprint, open_folder,
 from thinwire.run.summary import count
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.learner import CHECK_EVERY_STEPS, Recipe, not_finite
-from thinwire.tasks.base import load_task
+from thinwire.tasks.loading import load_task
 
 
 def run_rank(config: RunConfig, link: LinkReport = LinkReport(), progress_file: Path | None = None) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class Run:
         shard = self.strategy.shard
         self.loader = Loader(self.task.train, shard, self._get("batch_size"), seed=config.seed, ranks=comm.size)
         self.num_steps = self._get("epochs") * len(self.loader)
-        seed_everything(mix(config.seed, comm.rank))  # dropout differs between ranks
+        seed_everything(derive_seed(config.seed, comm.rank))  # dropout differs between ranks
         self.folder = open_folder(config, comm)
         self.recorder = Recorder(
             self.config, self.task, comm, self.strategy, self.meters, self.folder, num_parameters
@@ -186,7 +186,7 @@ class Run:
 
     def _transformed(self, inputs: Tensor) -> Tensor:
         """Inputs as the model sees them, with augmentation that depends on (seed, epoch, batch, shard) alone."""
-        seed = mix(self.config.seed, self.at.epoch, self.at.batch, self.strategy.shard.index)
+        seed = derive_seed(self.config.seed, self.at.epoch, self.at.batch, self.strategy.shard.index)
         generator = torch.Generator(self.device).manual_seed(seed)
         return self.task.transform(inputs.to(self.device, non_blocking=True), generator)
 

@@ -25,8 +25,8 @@ from thinwire.strategies.learner import Learner, Recipe
 from thinwire.strategies.phases import Lengths, Phase, Phases
 from thinwire.strategies.replicas import average_buffers, replicate
 from thinwire.surgery.attention import unpack_attention
-from thinwire.surgery.moments import State, copied, resized, rotated
-from thinwire.surgery.standard import standard
+from thinwire.surgery.moments import OptimizerState, copy_state, resize_state, rotate_state
+from thinwire.surgery.standard import to_standard_modules
 
 Length = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 LengthOrZero = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -100,7 +100,7 @@ class AB(Strategy):
         self.began = 0  # the first step of this phase
         self.num_epoch_steps = 0  # done of this epoch
         self.ranks: dict[str, int] = {}  # that layers got when they were last factored; full ones are not in it
-        self.kept: dict[str, State] = {}  # moments at the end of the phase before
+        self.kept: dict[str, OptimizerState] = {}  # moments at the end of the phase before
         self.learner = Learner(model, recipe, renewed_by="ab")
         self.exchange: Exchange = exchange(model, reducer, comm)
 
@@ -155,7 +155,7 @@ class AB(Strategy):
         self.phase, self.began = phase, self.learner.num_steps
         self._begin(self._followed(before))
 
-    def _begin(self, states: Mapping[str, State]) -> None:
+    def _begin(self, states: Mapping[str, OptimizerState]) -> None:
         """Train what this phase trains: all of W with all ranks, or this group's factors inside the group."""
         for layer in self.factoring.factored(self.model).values():
             layer.A.requires_grad_("A" in self.role)
@@ -182,7 +182,7 @@ class AB(Strategy):
 
     # ---- what the optimizer remembers
 
-    def _moments(self) -> dict[str, State]:
+    def _moments(self) -> dict[str, OptimizerState]:
         """The optimizer's state, by the names that parameters have while nothing is factored."""
         state = self.learner.optimizer.state
         return {self._full_name(name): state[p] for name, p in self.model.named_parameters() if p in state}
@@ -191,24 +191,24 @@ class AB(Strategy):
         layer, _, last = name.rpartition(".up.")
         return f"{layer}.bias" if layer in self.ranks and last == "bias" else name
 
-    def _followed(self, before: dict[str, State]) -> dict[str, State]:
+    def _followed(self, before: dict[str, OptimizerState]) -> dict[str, OptimizerState]:
         """What to remember in the phase that begins.
 
         Full-rank phases go on from where the last one ended: that is the same on every rank, and costs no bytes.
         """
         if self.moments == "reset":
             return {}
-        last, self.kept = self.kept, {name: copied(state) for name, state in before.items()}
+        last, self.kept = self.kept, {name: copy_state(state) for name, state in before.items()}
         if self.phase != "ab":
             return last
         followed = dict(before)
         for name, layer in self.factoring.factored(self.model).items():
             up, down = f"{name}.up.weight", f"{name}.down.weight"
             if self.moments == "rotate":
-                followed[up], followed[down] = rotated(before.get(f"{name}.weight", {}), layer)
+                followed[up], followed[down] = rotate_state(before.get(f"{name}.weight", {}), layer)
             else:
-                followed[up] = resized(last.get(up, {}), layer.up.weight)
-                followed[down] = resized(last.get(down, {}), layer.down.weight)
+                followed[up] = resize_state(last.get(up, {}), layer.up.weight)
+                followed[down] = resize_state(last.get(down, {}), layer.down.weight)
         return followed
 
     # ---- results and states
@@ -249,7 +249,7 @@ class AB(Strategy):
         for layer in self.factoring.factored(whole).values():
             layer.A.requires_grad_(True)
             layer.B.requires_grad_(True)
-        return standard(whole, self.factoring.read_anywhere() if factored else ())
+        return to_standard_modules(whole, self.factoring.read_anywhere() if factored else ())
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -266,7 +266,7 @@ class AB(Strategy):
         self.phase, self.began, self.num_epoch_steps = state["phase"], state["began"], state["num_epoch_steps"]
         device = next(self.model.parameters()).device
         self.ranks = dict(state["ranks"])
-        self.kept = {name: copied(moments, device) for name, moments in state["kept"].items()}
+        self.kept = {name: copy_state(moments, device) for name, moments in state["kept"].items()}
         self.factoring.read |= set(state["read"])
         self.factoring.merge(self.model)
         if self.phase == "ab":
@@ -282,7 +282,7 @@ def _opened(model: nn.Module, comm: Comm, cutoff: float) -> Factoring:
     try:
         return Factoring(model, comm, cutoff, "ab")
     except UsageError:
-        standard(model)
+        to_standard_modules(model)
         raise
 
 

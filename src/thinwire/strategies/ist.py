@@ -24,11 +24,15 @@ from thinwire.strategies.base import Series, Strategy
 from thinwire.strategies.learner import Learner, Recipe
 from thinwire.strategies.replicas import say_if_changed
 from thinwire.surgery.attention import unpack_attention
-from thinwire.surgery.axes import Axis, axes_of, blocks_of
-from thinwire.surgery.meta import initialised, keep_caches, to_meta
-from thinwire.surgery.moments import Kind, State, copied, kinds_of_state
-from thinwire.surgery.slices import Slices, UnitIndices, deal, eval_scales, narrow
-from thinwire.surgery.standard import standard
+from thinwire.surgery.axes.axis import Axis
+from thinwire.surgery.axes.find import axes_of
+from thinwire.surgery.axes.residual import residual_blocks_of
+from thinwire.surgery.meta import copy_non_persistent_buffers, initial_tensors, to_meta
+from thinwire.surgery.moments import Moment, OptimizerState, copy_state, probe_optimizer
+from thinwire.surgery.narrow import eval_scales, narrow_network
+from thinwire.surgery.slices import Slices, UnitIndices
+from thinwire.surgery.standard import to_standard_modules
+from thinwire.surgery.unit_assignment import assign_units
 
 Tensors = dict[str, Tensor]
 Cut = Literal["units", "blocks"]
@@ -92,11 +96,11 @@ class IST(Strategy):
         self.homes = self._moved_in(model, device)
         self.moments = {
             kind: ShardedTensors(
-                self.slices, comm, device, {name: k.dtype for name, k in of.items()}, next(iter(of.values())).start
+                self.slices, comm, device, {name: k.dtype for name, k in of.items()}, next(iter(of.values())).initial
             )
             for kind, of in kinds.items()
         }
-        self.counters: dict[str, State] = {}  # what else the optimizer remembers: it has no shape to cut
+        self.counters: dict[str, OptimizerState] = {}  # what else the optimizer remembers: it has no shape to cut
         self.uncalibrated = calibration == 0  # statistics are then those of narrow networks
         self.recent: deque[Tensor] = deque(maxlen=calibration if _has_statistics(model) else 0)
 
@@ -148,7 +152,7 @@ class IST(Strategy):
         if self.moments:
             self.counters |= {name: self._counts_of(p) for name, p in self.model.named_parameters() if p.requires_grad}
         report = self._report()
-        keep_caches(self.model, self.skeleton)
+        copy_non_persistent_buffers(self.model, self.skeleton)
         self.model = nn.Module()  # so that nothing else holds what leaves
         self.exchange = NoExchange(self.model)
         self.learner.let_go()
@@ -167,7 +171,8 @@ class IST(Strategy):
         other_counts = next(iter(self.counters.values()), self.counts)
         self.learner.renew(
             {
-                name: copied(self.counters.get(name, other_counts)) | {kind: moments[kind][name] for kind in moments}
+                name: copy_state(self.counters.get(name, other_counts))
+                | {kind: moments[kind][name] for kind in moments}
                 for name, p in self.model.named_parameters()
                 if moments and p.requires_grad
             }
@@ -175,10 +180,12 @@ class IST(Strategy):
         self.num_here, self.num_trained, self.seconds = 0, 0, 0.0
 
     def _dealt(self) -> list[UnitIndices]:
-        return deal([axis.size for axis in self.slices.axes], self.shares, self.seed, self.round)
+        return assign_units([axis.size for axis in self.slices.axes], self.shares, self.seed, self.round)
 
     def _narrow(self, tensors: Tensors) -> nn.Module:
-        return narrow(self.skeleton, self.slices, self.hands[self.comm.rank], tensors, scaled=self.scale == "train")
+        return narrow_network(
+            self.skeleton, self.slices, self.hands[self.comm.rank], tensors, scaled=self.scale == "train"
+        )
 
     def _tensors(self) -> Tensors:
         """Those of this rank's network."""
@@ -193,7 +200,7 @@ class IST(Strategy):
             if p.requires_grad
         }
 
-    def _counts_of(self, parameter: Tensor) -> State:
+    def _counts_of(self, parameter: Tensor) -> OptimizerState:
         state = self.learner.optimizer.state.get(parameter) or self.counts
         return {key: value for key, value in state.items() if key not in self.moments}
 
@@ -209,7 +216,7 @@ class IST(Strategy):
     def status(self) -> dict[str, Any]:
         """The round, each rank's share of the units, and the size of this rank's network."""
         shares = [share / sum(self.shares) for share in self.shares]
-        return {"round": self.round, "shares": shares, "subnet": self.slices.count(self.hands[self.comm.rank])}
+        return {"round": self.round, "shares": shares, "subnet": self.slices.num_elements(self.hands[self.comm.rank])}
 
     def consolidate(self) -> nn.Module:
         """The whole network on every rank; refused where it does not fit: see `eval_model` and `export`."""
@@ -283,7 +290,7 @@ class IST(Strategy):
             raise RunError(f"the saved state is of (local_steps, cut, scale) {state['options']}, not {self.options}")
         self.round, self.shares, self.seed = state["round"], list(state["shares"]), state["seed"]
         self.num_here, self.num_trained, self.seconds = state["num_here"], state["num_trained"], state["seconds"]
-        self.counters = {name: copied(counts) for name, counts in state["counters"].items()}
+        self.counters = {name: copy_state(counts) for name, counts in state["counters"].items()}
         self.recent.clear()
         self.recent.extend(x.to(self.homes.device) for x in state["recent"])
         self.homes.restore(state["homes"])
@@ -309,7 +316,7 @@ class IST(Strategy):
         )
         given = {name: t for name, t in to_meta(model).items() if not t.is_meta}
         if self.comm.rank == 0 and len(given) < len(self.slices.tensors):
-            given = initialised(model, device) | given
+            given = initial_tensors(model, device) | given
         with self.comm.ledger.purpose("start"):
             homes.fill(given)
             own = [homes.part_of(name, tensor) for name, tensor in given.items()]
@@ -325,13 +332,13 @@ def _device(model: nn.Module) -> torch.device:
 
 def _kinds(
     recipe: Recipe, trained: dict[str, nn.Parameter], device: torch.device
-) -> tuple[dict[str, dict[str, Kind]], State]:
+) -> tuple[dict[str, dict[str, Moment]], OptimizerState]:
     """By kind of moment, what it is of each parameter; and the optimizer's counters."""
     asked = {
-        dtype: kinds_of_state(recipe.optimizer, torch.empty(0, dtype=dtype, device=device))
+        dtype: probe_optimizer(recipe.optimizer, torch.empty(0, dtype=dtype, device=device))
         for dtype in {p.dtype: None for p in trained.values()}
     }
-    kinds: dict[str, dict[str, Kind]] = {}
+    kinds: dict[str, dict[str, Moment]] = {}
     for name, parameter in trained.items():
         for kind, about in asked[parameter.dtype][0].items():
             kinds.setdefault(kind, {})[name] = about
@@ -342,14 +349,14 @@ def _sliced(model: nn.Module, ranks: int, cut: str, scale: str) -> Slices:
     """What can be dealt of a model, or an error that leaves it as it was."""
     unpack_attention(model)
     try:
-        slices = Slices(model, blocks_of(model) if cut == "blocks" else axes_of(model))
+        slices = Slices(model, residual_blocks_of(model) if cut == "blocks" else axes_of(model))
         slices.check(model, ranks, scale == "train")
         if scale == "norm":
             bare = [next(iter(axis.used_by)) for axis in slices.axes if isinstance(axis, Axis) and not axis.normed]
             if bare or cut == "blocks":
                 raise UsageError(f"scale=norm, but no norm follows {(bare or ['a block'])[0]}; try scale=eval")
     except UsageError as error:
-        standard(model)
+        to_standard_modules(model)
         raise UsageError(f"ist: {error}") from None
     return slices
 

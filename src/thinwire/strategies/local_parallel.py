@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from thinwire.codecs.features import Wire
 from thinwire.comm.base import Comm
 from thinwire.comm.queues import Copies, RecvQueue, SendQueue
-from thinwire.data import Batch, mix, to_device
+from thinwire.data import Batch, derive_seed, to_device
 from thinwire.errors import RunError
 from thinwire.reducers.base import Reducer
 from thinwire.reducers.mean import mean
@@ -24,7 +24,9 @@ from thinwire.strategies.base import Artifact
 from thinwire.strategies.learner import Recipe
 from thinwire.strategies.staged import Cut, Staged, fingerprint, seeded
 from thinwire.surgery.costs import flops
-from thinwire.surgery.heads import Exit, Head, Joint, Readout, suited
+from thinwire.surgery.heads.base import Boundary, Head, HeadModule
+from thinwire.surgery.heads.readout import Readout
+from thinwire.surgery.heads.suited import suited
 from thinwire.surgery.meta import with_tensors
 
 SEEDING_WEIGHTS = 4096  # of the first layer: heads of models that begin differently do, too
@@ -66,7 +68,7 @@ class LocalParallel(Staged):
         super().__init__("local_parallel", model, replace(recipe, accumulate=pieces), comm, blocks, cut, reducer)
         self.head, self.window, self.losses = head, min(window, self.num_blocks), losses
         some = next(model.parameters()).detach().flatten()[:SEEDING_WEIGHTS].cpu().contiguous()
-        self.seed = mix(seed, zlib.crc32(some.view(torch.uint8).numpy().tobytes()))
+        self.seed = derive_seed(seed, zlib.crc32(some.view(torch.uint8).numpy().tobytes()))
         device, far = next(model.parameters()).device, self.num_blocks * pieces
         before, after = self.number - 1, self.number + 1
         self.inbox = RecvQueue(self.column, before, queue, device, wire) if not self.is_first else None
@@ -174,7 +176,7 @@ class LocalParallel(Staged):
 
     def _loss(self, z: Tensor, y: Tensor) -> Tensor:
         head = self.stage.head
-        if isinstance(head, Exit):
+        if isinstance(head, HeadModule):
             return head.loss(z, y, self.recipe.loss)
         return self.recipe.loss(z if head is None else head(z), y)
 
@@ -209,10 +211,10 @@ class LocalParallel(Staged):
     # ---- heads
 
     def heads(self, seen: Sequence[Tensor], ends: Sequence[int]) -> list[nn.Module | None]:
-        modules = [unit.module for unit in self.units]
+        modules = [segment.module for segment in self.segments]
         with seeded(torch.device("cpu"), self.seed):
             return [
-                self.head.fit(Joint(seen[end], seen[-1], modules[end:], seen[end:-1], k, self.num_blocks))
+                self.head.build(Boundary(seen[end], seen[-1], modules[end:], seen[end:-1], k, self.num_blocks))
                 if k < self.num_blocks - 1 and self._used(k)
                 else None
                 for k, end in enumerate(ends)
@@ -257,7 +259,9 @@ class LocalParallel(Staged):
         readers = {k: stage.head for k, stage in enumerate(self.stages) if isinstance(stage.head, Readout)}
         if readers:
             head = self.stage.head
-            module = head.lagged if isinstance(head, Readout) else next(reversed(list(self.stage.block.children())))
+            module = (
+                head.last_segment if isinstance(head, Readout) else next(reversed(list(self.stage.block.children())))
+            )
             ranks = [k * self.num_replicas + self.replica for k in readers]
             last = (self.num_blocks - 1) * self.num_replicas + self.replica
             self.copies = Copies(self.comm, module, last, ranks, next(iter(readers.values())).every)

@@ -51,10 +51,10 @@ class Pipeline(Staged):
 
     def begin(self, inputs: Tensor, starts: Sequence[int] | None = None) -> None:
         with self._half():
-            passing = activations([unit.module for unit in self.units], inputs[:1].to(self.device))
+            passing = activations([segment.module for segment in self.segments], inputs[:1].to(self.device))
         super().begin(inputs, starts)
         assert isinstance(self.column, ProcessComm)
-        edges = [passing[i] for i in (*self.starts, len(self.units))]
+        edges = [passing[i] for i in (*self.starts, len(self.segments))]
         ends = edges[self.number], edges[self.number + 1]
         self.pipe = Pipe(self.column, self._block, ends, self._loss, self.schedule)
 

@@ -15,16 +15,17 @@ from torch import Tensor, nn
 from thinwire.comm.base import Comm, coalesced
 from thinwire.common.messages import say
 from thinwire.common.tensors import named_tensors
-from thinwire.data import Shard, mix
+from thinwire.data import Shard, derive_seed
 from thinwire.errors import RunError, UsageError
 from thinwire.exchange.gradients import AfterBackward, Exchange, NoExchange
 from thinwire.reducers.base import Reducer, restored
 from thinwire.strategies.base import Series, Strategy
 from thinwire.strategies.learner import Learner, Recipe
 from thinwire.strategies.replicas import average_buffers, replicate
-from thinwire.surgery.blocks import Segment, balanced, check_ties, resolved, segments_of
+from thinwire.surgery.blocks import balanced_starts, check_ties, resolve_layer_names
 from thinwire.surgery.costs import activations, flops, seconds
 from thinwire.surgery.meta import to_meta, with_tensors
+from thinwire.surgery.segments import Segment, segments_of
 
 Cut = Literal["flops", "time", "parameters"] | list[str]
 EXAMPLE_SAMPLES = 2
@@ -70,8 +71,8 @@ class Staged(Strategy, abstract=True):
             raise UsageError("the model has no parameter to train; set requires_grad on at least one")
         self.name, self.comm, self.recipe, self.cut, self.reducer = name, comm, recipe, cut, reducer
         self.device = next(model.parameters()).device
-        self.units = segments_of(model, names)
-        self.num_blocks = _num_blocks(name, names, blocks, self.units, comm)
+        self.segments = segments_of(model, names)
+        self.num_blocks = _num_blocks(name, names, blocks, self.segments, comm)
         if names and blocks not in (None, self.num_blocks):
             raise UsageError(f"{name}: {len(names)} cut(s) make {self.num_blocks} blocks; leave out blocks={blocks}")
         self.num_replicas = comm.size // self.num_blocks
@@ -106,10 +107,10 @@ class Staged(Strategy, abstract=True):
     def begin(self, inputs: Tensor, starts: Sequence[int] | None = None) -> None:
         """Cut the model, now that it is known what goes in; every rank keeps its own block. Collective."""
         self.example = inputs[:EXAMPLE_SAMPLES].detach().clone().to(self.device)
-        modules = [unit.module for unit in self.units]
+        modules = [segment.module for segment in self.segments]
         seen = activations(modules, self.example)
         self.starts = list(starts) if starts is not None else self._starts(seen)
-        ends = [*self.starts[1:], len(self.units)]
+        ends = [*self.starts[1:], len(self.segments)]
         blocks = [nn.Sequential(*modules[a:b]) for a, b in zip(self.starts, ends, strict=True)]
         self._check(blocks)
         heads = self.heads(seen, ends)
@@ -124,7 +125,7 @@ class Staged(Strategy, abstract=True):
         check_ties(blocks, self.model)
         for number, block in enumerate(blocks, 1):
             if not any(p.requires_grad for p in block.parameters()):
-                first = self.units[self.starts[number - 1]].name
+                first = self.segments[self.starts[number - 1]].name
                 raise UsageError(
                     f"{self.name}: block {number}, from layer {first} on, has nothing to train; cut elsewhere, use "
                     "fewer blocks, or set requires_grad on a parameter of it"
@@ -141,7 +142,7 @@ class Staged(Strategy, abstract=True):
         unequal = self.num_blocks > 1 and dearest > UNEQUAL * (1 - dearest) / others
         if unequal and self.cut != "time":
             number = self.shares.index(dearest)
-            first = self.units[self.starts[number]].name
+            first = self.segments[self.starts[number]].name
             say(
                 f"{self.name}: block {number + 1} of {self.num_blocks}, from layer {first} on, has "
                 f"{100 * dearest:.0f} % of the operations, its head's included, and the other ranks will wait for it; "
@@ -168,24 +169,24 @@ class Staged(Strategy, abstract=True):
         )
 
     def heads(self, seen: Sequence[Tensor], ends: Sequence[int]) -> list[nn.Module | None]:
-        """A head for each block, or none; `seen` has examples of what goes into each unit, `ends` where blocks do."""
+        """A head for each block, or none; `seen` has an example input of each segment, `ends` where blocks end."""
         return [None] * self.num_blocks
 
     def _starts(self, seen: Sequence[Tensor]) -> list[int]:
         if isinstance(self.cut, list):
-            begins = resolved(self.cut, [unit.name for unit in self.units[1:]])
-            return [0, *(i for i, unit in enumerate(self.units) if unit.name in begins)]
-        starts = balanced(self._costs(seen), self.num_blocks) if self.comm.rank == 0 else [0] * self.num_blocks
+            begins = resolve_layer_names(self.cut, [segment.name for segment in self.segments[1:]])
+            return [0, *(i for i, segment in enumerate(self.segments) if segment.name in begins)]
+        starts = balanced_starts(self._costs(seen), self.num_blocks) if self.comm.rank == 0 else [0] * self.num_blocks
         with self.comm.ledger.purpose("start"):
             return [int(i) for i in self.comm.broadcast(torch.tensor(starts))]
 
     def _costs(self, seen: Sequence[Tensor]) -> list[float]:
-        """What each unit costs, by the measure that the blocks shall be equal in."""
+        """What each segment costs, by the measure that the blocks shall be equal in."""
         if self.cut == "parameters":
-            return [float(sum(p.numel() for p in unit.module.parameters())) for unit in self.units]
+            return [float(sum(p.numel() for p in segment.module.parameters())) for segment in self.segments]
         measure = flops if self.cut == "flops" else seconds
-        passing = zip(self.units, seen[:-1], strict=True)
-        return [measure(unit.module, x, input_gradient=i > 0) for i, (unit, x) in enumerate(passing)]
+        passing = zip(self.segments, seen[:-1], strict=True)
+        return [measure(segment.module, x, input_gradient=i > 0) for i, (segment, x) in enumerate(passing)]
 
     def flops_of(self, block: nn.Module, head: nn.Module | None, z_in: Tensor, z: Tensor) -> int:
         """Operations of this rank's stage in training, for the example; here those of backpropagation."""
@@ -208,7 +209,7 @@ class Staged(Strategy, abstract=True):
         if not self.begun:
             return {}
         return {
-            "blocks": [self.units[start].name for start in self.starts],
+            "blocks": [self.segments[start].name for start in self.starts],
             "operation_shares": [round(share, 3) for share in self.shares],
             "operations": [self.flops_per_sample, self.backprop_flops_per_sample],
         }
@@ -255,7 +256,7 @@ class Staged(Strategy, abstract=True):
             self.model.load_state_dict(state["model"])
             return
         if len(state["starts"]) != self.num_blocks or (self.begun and state["starts"] != self.starts):
-            raise RunError(f"the saved state has blocks that begin at units {state['starts']}; use the same cut")
+            raise RunError(f"the saved state has blocks that begin at segments {state['starts']}; use the same cut")
         if not self.begun:
             self.begin(state["example"], state["starts"])
         self.steps_left = state["steps_left"]
@@ -263,23 +264,23 @@ class Staged(Strategy, abstract=True):
         self.exchange.states = restored(self.exchange.states, state["reducer"])
 
 
-def _num_blocks(name: str, cut: Sequence[str], blocks: int | None, units: Sequence[Segment], comm: Comm) -> int:
+def _num_blocks(name: str, cut: Sequence[str], blocks: int | None, segments: Sequence[Segment], comm: Comm) -> int:
     """As many blocks as asked for; else as many as there are ranks, or fewer where the model has no more layers."""
-    possible = [k for k in range(1, comm.size + 1) if comm.size % k == 0 and k <= len(units)]
+    possible = [k for k in range(1, comm.size + 1) if comm.size % k == 0 and k <= len(segments)]
     asked = len(cut) + 1 if cut else blocks
     if asked is None:
         if possible[-1] < comm.size:
             say(
                 f"{name}: {possible[-1]} blocks on {comm.size // possible[-1]} ranks each: {comm.size} ranks, and a "
-                f"model that can be cut into {len(units)}",
+                f"model that can be cut into {len(segments)}",
                 comm.rank,
                 once=True,
             )
         return possible[-1]
-    if asked > len(units):
+    if asked > len(segments):
         raise UsageError(
-            f"{name}: {asked} blocks, but the model can be cut into {len(units)}, which begin at "
-            f"{', '.join(unit.name for unit in units)}; use fewer blocks or a deeper model"
+            f"{name}: {asked} blocks, but the model can be cut into {len(segments)}, which begin at "
+            f"{', '.join(segment.name for segment in segments)}; use fewer blocks or a deeper model"
         )
     if comm.size % asked:
         fewer = (
@@ -307,7 +308,7 @@ def seeded(device: torch.device, *numbers: int) -> Iterator[None]:
     Simulated ranks share one generator, so they take turns: nothing in the block may wait for another rank.
     """
     with _GENERATOR, torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(mix(*numbers))
+        torch.manual_seed(derive_seed(*numbers))
         yield
 
 

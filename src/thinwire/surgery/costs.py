@@ -1,4 +1,4 @@
-"""What parts of a model cost: operations, time, and the shapes of what they pass on."""
+"""What modules cost: their floating-point operations, their running time, and the activations between them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIMED_RUNS = 3
 
 @torch.no_grad()
 def activations(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
-    """What goes into each module, and what comes out of the last, when they run one after the other in eval mode."""
+    """The input of each module, and the output of the last, when they run one after the other in eval mode."""
     seen = [x]
     for module in modules:
         modes = {m: m.training for m in module.modules()}
@@ -35,41 +35,42 @@ def activations(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
 
 
 def flops(module: nn.Module, x: Tensor, *, input_gradient: bool, weights: bool = True) -> int:
-    """Floating-point operations of a forward and a backward pass, of matrix products, attention and convolutions.
+    """Floating-point operations of matrix products, attention and convolutions in a forward and a backward pass.
 
-    Counted on shapes alone where the module can run without numbers.
+    `input_gradient` and `weights` say whether the backward pass computes the gradient of the input, and of the
+    weights. The module runs on the meta device, or, if it cannot run there, as a copy on its own device.
 
     >>> flops(nn.Linear(8, 4), torch.ones(2, 8), input_gradient=False)  # 2·2·8·4 forward, and as many for the weights
     256
     """
     try:
-        return _counted(_without_numbers(module), x.to("meta"), input_gradient, weights)
-    except (RuntimeError, NotImplementedError):  # something that needs to see numbers
-        return _counted(copy.deepcopy(module), x, input_gradient, weights)
+        return _count_flops(_meta_copy(module), x.to("meta"), input_gradient, weights)
+    except (RuntimeError, NotImplementedError):  # an operation that reads values
+        return _count_flops(copy.deepcopy(module), x, input_gradient, weights)
 
 
-def _counted(twin: nn.Module, x: Tensor, input_gradient: bool, weights: bool) -> int:
+def _count_flops(module: nn.Module, x: Tensor, input_gradient: bool, weights: bool) -> int:
     if not weights:
-        twin.requires_grad_(False)
+        module.requires_grad_(False)
     with FlopCounterMode(display=False) as counter:
-        _forward_backward(twin.eval(), x, input_gradient)
+        _forward_backward(module.eval(), x, input_gradient)
     return int(counter.get_total_flops())
 
 
-def _without_numbers(module: nn.Module) -> nn.Module:
-    """A copy on the meta device, for which no weight is copied."""
-    shapes: dict[int, Any] = {id(b): b.detach().to("meta").requires_grad_(b.requires_grad) for b in module.buffers()}
-    shapes |= {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
-    return copy.deepcopy(module, shapes).to("meta")
+def _meta_copy(module: nn.Module) -> nn.Module:
+    """A copy on the meta device, made without copying any weight."""
+    memo: dict[int, Any] = {id(b): b.detach().to("meta").requires_grad_(b.requires_grad) for b in module.buffers()}
+    memo |= {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
+    return copy.deepcopy(module, memo).to("meta")
 
 
 def seconds(module: nn.Module, x: Tensor, *, input_gradient: bool) -> float:
-    """How long a forward and a backward pass take, the shortest of a few."""
-    twin = copy.deepcopy(module).eval()  # of which nothing is remembered
+    """The time of a forward and a backward pass: the shortest of a few runs."""
+    module = copy.deepcopy(module).eval()  # so that no gradient is left in the original
     times = []
     for _ in range(TIMED_RUNS):
         begin = time.perf_counter()
-        _forward_backward(twin, x, input_gradient)
+        _forward_backward(module, x, input_gradient)
         if x.is_cuda:
             torch.cuda.synchronize(x.device)
         times.append(time.perf_counter() - begin)
@@ -80,7 +81,7 @@ def _forward_backward(module: nn.Module, x: Tensor, input_gradient: bool) -> Non
     given = x.detach().clone()
     given.requires_grad_(input_gradient and x.is_floating_point())
     with torch.enable_grad():
-        run = getattr(module, "computed", module)  # a head may compute more in training than its output
-        out: Any = run(given * 1 if given.requires_grad else given)
+        forward = getattr(module, "training_forward", module)  # a head may compute more in training than its output
+        out: Any = forward(given * 1 if given.requires_grad else given)
         if out.requires_grad:
             out.backward(torch.ones_like(out))

@@ -1,10 +1,9 @@
-"""Hollow models: their tensors taken out, put in again, or made by those that never had any."""
+"""Tensors of a model moved out of it, put back, replaced, or initialized on the meta device."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -14,54 +13,46 @@ from torch import Tensor, nn
 from thinwire.common.tensors import named_tensors
 from thinwire.errors import UsageError
 
+_MOVED_TO_META: WeakSet[nn.Module] = WeakSet()
+
 
 @torch.no_grad()
 def with_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """A copy of a model with other tensors, of any shape, in place of those with these names."""
-    made = copy.deepcopy(model)
-    for name, old in named_tensors(made).items():
+    """A copy of a model in which these tensors, of any shape, replace those with the same names."""
+    new_model = copy.deepcopy(model)
+    for name, old in named_tensors(new_model).items():
         if name in tensors:
-            new = tensors[name]
-            replacement = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
-            for put in _slots(made, old):
-                put(replacement)
-    return made
+            _replace(new_model, old, tensors[name])
+    return new_model
 
 
 def to_meta(model: nn.Module) -> dict[str, Tensor]:
-    """Take the tensors out of a model, which keeps their shapes alone; returns them."""
+    """Move a model's tensors to the meta device, which keeps only their shapes; returns the tensors."""
     taken = {}
     for name, old in named_tensors(model).items():
         taken[name] = old.detach()
-        empty = old.detach().to("meta")
-        replacement = nn.Parameter(empty, old.requires_grad) if isinstance(old, nn.Parameter) else empty
-        for put in _slots(model, old):
-            put(replacement)
-    _EMPTIED.add(model)
+        _replace(model, old, old.detach().to("meta"))
+    _MOVED_TO_META.add(model)
     return taken
 
 
-def keep_caches(trained: nn.Module, model: nn.Module) -> None:
-    """Give a model those buffers of a trained narrow one that are no part of its state, where shapes are the same."""
-    kept = model.state_dict().keys()
-    new = {name: b for name, b in trained.named_buffers() if name not in kept}
-    for name, old in list(model.named_buffers()):
-        if name in new and new[name].shape == old.shape:
-            for put in _slots(model, old):
-                put(new[name])
-
-
 def refuse_moved_to_meta(model: nn.Module) -> None:
-    """Raise UsageError for a model whose tensors were taken out."""
-    if model in _EMPTIED:
+    """Raise UsageError for a model whose tensors to_meta took out."""
+    if model in _MOVED_TO_META:
         raise UsageError("this model was emptied when it was prepared; give a new one, or what consolidate returned")
 
 
-_EMPTIED: WeakSet[nn.Module] = WeakSet()
+def copy_non_persistent_buffers(source: nn.Module, target: nn.Module) -> None:
+    """Give a model the buffers of another that are in no state_dict, such as caches, where shapes are equal."""
+    persistent = target.state_dict().keys()
+    new = {name: b for name, b in source.named_buffers() if name not in persistent}
+    for name, old in list(target.named_buffers()):
+        if name in new and new[name].shape == old.shape:
+            _replace(target, old, new[name])
 
 
-def initialised(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """What modules on the meta device would begin with; they stay empty."""
+def initial_tensors(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """The tensors that modules on the meta device begin with, by reset_parameters; the model stays on meta."""
     found = {}
     names = {id(t): name for name, t in named_tensors(model).items()}
     for path, module in model.named_modules():
@@ -71,25 +62,23 @@ def initialised(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
         reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
         if reset is None or any(id(t) not in names for t in held.values()):
             raise UsageError(
-                f"{path or 'the model'} ({type(module).__name__}) is on the meta device and has no reset_parameters to "
-                "begin with; give it one, or make the model on a real device"
+                f"{path or 'the model'} ({type(module).__name__}) is on the meta device and has no reset_parameters "
+                "that initializes it; add one, or make the model on a real device"
             )
-        for (holder, key), tensor in held.items():
+        for (attribute, key), tensor in held.items():
             empty = torch.empty_like(tensor, device=device)
-            getattr(module, holder)[key] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
+            getattr(module, attribute)[key] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
         reset()
-        for (holder, key), tensor in held.items():
-            found[names[id(tensor)]] = getattr(module, holder)[key].detach()
-            getattr(module, holder)[key] = tensor
+        for (attribute, key), tensor in held.items():
+            found[names[id(tensor)]] = getattr(module, attribute)[key].detach()
+            getattr(module, attribute)[key] = tensor
     return found
 
 
-def _slots(model: nn.Module, tensor: Tensor) -> list[Callable[[Any], None]]:
-    """Functions that put something else everywhere that a model holds a tensor."""
-    return [
-        partial(held.__setitem__, key)
-        for module in model.modules()
-        for held in (module._parameters, module._buffers)
-        for key, value in held.items()
-        if value is tensor
-    ]
+def _replace(model: nn.Module, old: Tensor, new: Tensor) -> None:
+    """Put another tensor everywhere that a model holds one; a parameter stays a parameter."""
+    replacement = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+    for module in model.modules():
+        held: Any
+        for held in (module._parameters, module._buffers):
+            held.update({key: replacement for key, value in held.items() if value is old})

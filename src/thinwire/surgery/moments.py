@@ -1,4 +1,4 @@
-"""What an optimizer remembers of a weight, when that weight becomes two factors or is cut."""
+"""The optimizer's state of a weight, when that weight becomes two factors, changes its layer rank or is sliced."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from thinwire.errors import UsageError
 from thinwire.optim import OptimizerFactory
 from thinwire.surgery.lowrank import Factored
 
-State = dict[str, Any]  # of one parameter: moments as tensors of its shape, counters
-SUMS = {"momentum_buffer", "exp_avg"}  # of gradients
-SUMS_OF_SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"}
+OptimizerState = dict[str, Any]  # of one parameter: moments, which are tensors of its shape, and counters
+GRADIENT_SUMS = {"momentum_buffer", "exp_avg"}
+SQUARE_SUMS = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"}
+KNOWN_MOMENTS = GRADIENT_SUMS | SQUARE_SUMS
 
 
 @torch.no_grad()
-def rotated(state: State, layer: Factored) -> tuple[State, State]:
-    """The moments of W as those of `up` and `down`, as far as they can be known.
+def rotate_state(state: OptimizerState, layer: Factored) -> tuple[OptimizerState, OptimizerState]:
+    """The state of W as the states of `up` and `down`.
 
-    ∂L/∂up = G·downᵀ and ∂L/∂down = upᵀ·G, so sums of gradients follow exactly. Squares do if the elements of G are
-    uncorrelated: E(G·downᵀ)² = E(G²)·(down²)ᵀ. Moments that we do not know start again.
+    ∂L/∂up = G·downᵀ and ∂L/∂down = upᵀ·G, so sums of gradients follow exactly. Squares follow if the elements of G are
+    uncorrelated: E(G·downᵀ)² = E(G²)·(down²)ᵀ. If there is a moment of another kind, both states start empty.
     """
     up, down = layer.up.weight, layer.down.weight
-    states: tuple[State, State] = {}, {}
+    states: tuple[OptimizerState, OptimizerState] = {}, {}
     for name, value in state.items():
-        if not isinstance(value, Tensor) or value.dim() == 0:  # a count
-            states[0][name], states[1][name] = copied(state)[name], copied(state)[name]
-        elif name in SUMS | SUMS_OF_SQUARES:
-            power = 1 if name in SUMS else 2
+        if not isinstance(value, Tensor) or value.dim() == 0:  # a counter
+            states[0][name], states[1][name] = copy_state(state)[name], copy_state(state)[name]
+        elif name in KNOWN_MOMENTS:
+            power = 1 if name in GRADIENT_SUMS else 2
             moment = value.flatten(1)
             states[0][name] = (moment @ down.flatten(1).pow(power).T).view(up.shape)
             states[1][name] = (up.flatten(1).pow(power).T @ moment).view(down.shape)
@@ -38,55 +39,58 @@ def rotated(state: State, layer: Factored) -> tuple[State, State]:
     return states
 
 
-def resized(state: State, like: Tensor) -> State:
-    """The moments of a factor of another rank: cut off, or zeros where there was nothing. Others start again."""
-    shaped = {name for name, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
-    if not shaped <= SUMS | SUMS_OF_SQUARES:
+def resize_state(state: OptimizerState, like: Tensor) -> OptimizerState:
+    """The state of a factor whose layer rank changed: moments are cut off or padded with zeros.
+
+    If there is a moment of another kind, the state starts empty.
+    """
+    moments = {name for name, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
+    if not moments <= KNOWN_MOMENTS:
         return {}
-    return {name: _fitted(value, like) if name in shaped else value for name, value in state.items()}
+    return {name: _crop_or_pad(value, like) if name in moments else value for name, value in state.items()}
 
 
-def _fitted(moment: Tensor, like: Tensor) -> Tensor:
+def _crop_or_pad(moment: Tensor, like: Tensor) -> Tensor:
     common = tuple(slice(min(old, new)) for old, new in zip(moment.shape, like.shape, strict=True))
     made = torch.zeros_like(like, dtype=moment.dtype)
     made[common] = moment[common]
     return made
 
 
-class Kind(NamedTuple):
+class Moment(NamedTuple):
     """A moment that an optimizer keeps of each parameter."""
 
     dtype: torch.dtype
-    start: float  # what it is before the first step
+    initial: float  # its value before the first step
 
 
-def kinds_of_state(optimizer: OptimizerFactory, like: Tensor) -> tuple[dict[str, Kind], State]:
-    """What an optimizer remembers of a parameter such as this: moments of its shape, and counters.
+def probe_optimizer(optimizer: OptimizerFactory, like: Tensor) -> tuple[dict[str, Moment], OptimizerState]:
+    """The moments by name, and the counters, that an optimizer keeps of a parameter of this dtype and device.
 
-    It is asked to take a step without a gradient.
+    Found by a step of a new optimizer on a small parameter whose gradient is zero.
     """
     parameter = nn.Parameter(torch.zeros(2, 3, dtype=like.dtype, device=like.device))
-    asked = optimizer([parameter])
+    probe = optimizer([parameter])
     parameter.grad = torch.zeros_like(parameter)
     try:
-        asked.step()
+        probe.step()
     except TypeError as error:
-        raise UsageError(f"{type(asked).__name__} takes no plain step ({error}); try SGD or AdamW") from None
-    state = {key: value for key, value in asked.state[parameter].items() if value is not None}
-    shaped = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.shape == (2, 3)}
-    counters = {key: value for key, value in state.items() if key not in shaped}
+        raise UsageError(f"{type(probe).__name__} takes no plain step ({error}); try SGD or AdamW") from None
+    state = {key: value for key, value in probe.state[parameter].items() if value is not None}
+    moments = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.shape == (2, 3)}
+    counters = {key: value for key, value in state.items() if key not in moments}
     if odd := [key for key, value in counters.items() if isinstance(value, Tensor) and value.dim()]:
         raise UsageError(
-            f"{type(asked).__name__} remembers {odd[0]}, which has not the shape of its parameter and cannot be cut; "
-            "try optimizer_state=reset"
+            f"{type(probe).__name__} keeps {odd[0]}, which does not have the shape of its parameter and so cannot be "
+            "sliced; try optimizer_state=reset"
         )
-    return {key: Kind(value.dtype, value[0, 0].item()) for key, value in shaped.items()}, counters
+    return {key: Moment(value.dtype, value[0, 0].item()) for key, value in moments.items()}, counters
 
 
-def copied(state: State, device: torch.device | None = None) -> State:
-    """A state that its optimizer no longer changes; moments are moved to a device, counts stay where they are."""
-    return {name: _copy(value, device) if isinstance(value, Tensor) else value for name, value in state.items()}
+def copy_state(state: OptimizerState, device: torch.device | None = None) -> OptimizerState:
+    """A copy that the optimizer no longer changes; moments are moved to the device, counters stay where they are."""
+    return {name: _copy_tensor(value, device) if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
-def _copy(value: Tensor, device: torch.device | None) -> Tensor:
+def _copy_tensor(value: Tensor, device: torch.device | None) -> Tensor:
     return value.clone() if value.dim() == 0 or device is None else value.to(device, copy=True)

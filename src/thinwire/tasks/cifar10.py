@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 from torch.utils.data import TensorDataset
 
 from thinwire.errors import UsageError
-from thinwire.tasks.base import Task, crop_and_flip, find_file
+from thinwire.tasks.base import Task
+from thinwire.tasks.data_files import find_file
 
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)
@@ -25,7 +26,7 @@ def cifar10(
     seed: int,
     /,
     *,
-    augment: bool = True,  # random crops and flips in training
+    augment: bool = True,  # random crops and horizontal flips in training
 ) -> Task:
     """60,000 colour images, 32×32 pixels, ten classes; --data names the folder of the official files.
 
@@ -56,32 +57,47 @@ def cifar10(
     )
 
 
+def crop_and_flip(images: Tensor, generator: Generator, pad: int = 4) -> Tensor:
+    """Shift each image by up to `pad` pixels, with zeros beyond its border, and mirror it with probability ½."""
+    n, _, height, width = images.shape
+    device = images.device
+    shift = torch.randint(0, 2 * pad + 1, (2, n, 1), generator=generator, device=device)
+    mirror = torch.randint(0, 2, (n, 1), generator=generator, device=device)
+    rows = torch.arange(height, device=device) + shift[0]
+    columns = torch.arange(width, device=device)
+    columns = torch.where(mirror == 1, width - 1 - columns, columns) + shift[1]
+    padded = nn.functional.pad(images, (pad, pad, pad, pad))
+    sample = torch.arange(n, device=device)[:, None, None, None]
+    channel = torch.arange(images.shape[1], device=device)[None, :, None, None]
+    return padded[sample, channel, rows[:, None, :, None], columns[:, None, None, :]]
+
+
 def _read(data: Path | None, name: str) -> tuple[Tensor, Tensor]:
     path = find_file(data, "cifar10", f"{name}.bin", name)
-    pixels, labels = _binary(path) if path.suffix == ".bin" else _python(path)
+    pixels, labels = _read_binary(path) if path.suffix == ".bin" else _read_pickle(path)
     if len(pixels) != 10000 or len(labels) != 10000 or labels.max() > 9:
-        raise UsageError(f"{path} is damaged or not CIFAR-10's (10,000 images of ten classes); fetch it again")
+        raise UsageError(f"{path} is damaged or not a CIFAR-10 file (10,000 images of ten classes); download it again")
     return torch.from_numpy(pixels.reshape(-1, 3, 32, 32)), torch.from_numpy(labels.astype(np.int64))
 
 
-def _binary(path: Path) -> tuple[np.ndarray, np.ndarray]:
+def _read_binary(path: Path) -> tuple[np.ndarray, np.ndarray]:
     raw = np.fromfile(path, np.uint8)
     table = raw[: len(raw) // RECORD_BYTES * RECORD_BYTES].reshape(-1, RECORD_BYTES)
     return table[:, 1:].copy(), table[:, 0]
 
 
-def _python(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """The python batches are pickles: read with an unpickler that can make arrays and nothing else."""
+def _read_pickle(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """The python files are pickles: read by an unpickler that can make arrays and nothing else."""
     try:
         with path.open("rb") as file:
-            batch = _ArraysOnly(file, encoding="bytes").load()
+            batch = _ArrayUnpickler(file, encoding="bytes").load()
         return np.asarray(batch[b"data"], np.uint8), np.asarray(batch[b"labels"], np.uint8)
     except (pickle.UnpicklingError, EOFError, KeyError, ValueError, TypeError) as error:
-        raise UsageError(f"{path} is damaged or not CIFAR-10's ({error}); fetch it again") from None
+        raise UsageError(f"{path} is damaged or not a CIFAR-10 file ({error}); download it again") from None
 
 
-class _ArraysOnly(pickle.Unpickler):
-    """Refuses every global but the ones that numpy arrays are made with."""
+class _ArrayUnpickler(pickle.Unpickler):
+    """Refuses every global except those that numpy arrays need."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "_reconstruct":

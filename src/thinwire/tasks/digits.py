@@ -1,4 +1,4 @@
-"""Handwritten digits, 8×8 pixels: real data that scikit-learn ships, so nothing need be downloaded."""
+"""Handwritten digits, 8×8 pixels: real data that comes with scikit-learn, without a download."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def digits(data: Path | None, seed: int, /) -> Task:
 
     E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI, 1998.
     """
-    table = torch.from_numpy(_table())
+    table = torch.from_numpy(_read_table())
     images = table[:, :64].float().div(16).sub(0.5).reshape(-1, 1, 8, 8)
     labels = table[:, 64].long()
     order = torch.randperm(len(table), generator=torch.Generator().manual_seed(SPLIT_SEED))
@@ -37,8 +37,8 @@ def digits(data: Path | None, seed: int, /) -> Task:
     )
 
 
-def _table() -> np.ndarray:
-    """64 pixel values and the label per row, from the file in scikit-learn (importing it all takes seconds)."""
+def _read_table() -> np.ndarray:
+    """One row per image, 64 pixels and the label, from scikit-learn's file; importing scikit-learn takes seconds."""
     found = importlib.util.find_spec("sklearn")
     if found is None or found.origin is None:
         raise UsageError("digits needs scikit-learn for its data; pip install scikit-learn")

@@ -11,7 +11,8 @@ from torch import Generator, Tensor
 from torch.utils.data import TensorDataset
 
 from thinwire.errors import UsageError
-from thinwire.tasks.base import Task, find_file
+from thinwire.tasks.base import Task
+from thinwire.tasks.data_files import find_file
 
 
 def mnist(data: Path | None, seed: int, /) -> Task:
@@ -35,14 +36,14 @@ def _normalise(images: Tensor, generator: Generator | None) -> Tensor:
 
 
 def _read(data: Path | None, name: str) -> Tensor:
-    """An idx file: two zero bytes, type 8 (unsigned byte), number of dimensions, their sizes, then the values."""
+    """Read an idx file: two zero bytes, dtype 8 (unsigned byte), number of dimensions, their sizes, the values."""
     path = find_file(data, "mnist", name, f"{name}.gz", name.replace("-idx", ".idx"))
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        zero, kind, rank = struct.unpack_from(">HBB", raw)
-        sizes = struct.unpack_from(f">{rank}I", raw, 4)
-        if zero or kind != 8:
+        zero, dtype, num_dims = struct.unpack_from(">HBB", raw)
+        sizes = struct.unpack_from(f">{num_dims}I", raw, 4)
+        if zero or dtype != 8:
             raise ValueError("not an idx file of unsigned bytes")
-        return torch.frombuffer(bytearray(raw[4 + 4 * rank :]), dtype=torch.uint8).reshape(sizes)
+        return torch.frombuffer(bytearray(raw[4 + 4 * num_dims :]), dtype=torch.uint8).reshape(sizes)
     except (ValueError, RuntimeError, EOFError, OSError, struct.error) as error:
-        raise UsageError(f"{path} is damaged or not MNIST's ({error}); fetch it again") from None
+        raise UsageError(f"{path} is damaged or not an MNIST file ({error}); download it again") from None

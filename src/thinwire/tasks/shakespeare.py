@@ -1,4 +1,4 @@
-"""The next character of Shakespeare."""
+"""Shakespeare, or any other text: predict the next character."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from thinwire.errors import UsageError
-from thinwire.tasks.base import Task, find_file
+from thinwire.tasks.base import Task
+from thinwire.tasks.data_files import find_file
 
 
 def shakespeare(
@@ -32,12 +33,12 @@ def shakespeare(
     alphabet = sorted(set(text))
     index = {character: i for i, character in enumerate(alphabet)}
     codes = torch.tensor([index[character] for character in text])
-    cut = len(codes) * 9 // 10
-    if cut <= context or len(codes) - cut <= context:
+    num_train = len(codes) * 9 // 10
+    if num_train <= context or len(codes) - num_train <= context:
         raise UsageError(f"{path} has {len(codes)} characters, too few for context={context}; try a smaller context")
     return Task(
-        train=_windows(codes[:cut], context),
-        test=_windows(codes[cut:], context),
+        train=_sequences(codes[:num_train], context),
+        test=_sequences(codes[num_train:], context),
         shape=(context,),
         classes=len(alphabet),
         model="gpt",
@@ -54,10 +55,10 @@ def shakespeare(
     )
 
 
-def _windows(codes: Tensor, context: int) -> TensorDataset:
-    """The text in pieces of `context` characters, each with the same piece one character on."""
-    pieces = codes.unfold(0, context + 1, context)
-    return TensorDataset(pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous())
+def _sequences(codes: Tensor, context: int) -> TensorDataset:
+    """Sequences of `context` characters as inputs, and the same ones shifted by one character as targets."""
+    sequences = codes.unfold(0, context + 1, context)
+    return TensorDataset(sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous())
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ def _stage(inputs: int, outputs: int) -> list[nn.Module]:
 
 
 def image_shape(model: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """Channels, height and width, or an error that says what the model needs."""
+    """Channels, height and width; UsageError if the inputs are not images."""
     if len(shape) != 3:
         raise UsageError(f"{model} takes images (channels, height, width); this task's inputs are {shape}; try mlp")
     return shape[0], shape[1], shape[2]

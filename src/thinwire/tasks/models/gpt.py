@@ -8,7 +8,7 @@ from pydantic import Field, PositiveInt
 from torch import nn
 
 from thinwire.errors import UsageError
-from thinwire.tasks.models.transformer import Block, Positions, check_heads, small_weights
+from thinwire.tasks.models.transformer import Block, PositionEmbedding, check_heads, init_gpt2_weights
 
 
 def gpt(
@@ -30,8 +30,8 @@ def gpt(
     check_heads("gpt", width, heads)
     return nn.Sequential(
         nn.Embedding(classes, width),
-        Positions(shape[0], width),
+        PositionEmbedding(shape[0], width),
         *(Block(width, heads, causal=True, dropout=dropout) for _ in range(depth)),
         nn.LayerNorm(width),
         nn.Linear(width, classes, bias=False),
-    ).apply(small_weights)
+    ).apply(init_gpt2_weights)

@@ -64,7 +64,7 @@ class Residual(nn.Module):
 
     @property
     def thinwire_branches(self) -> list[str]:
-        """What a branch ends with; a block that changes the size of the image can not be left out."""
+        """The tensors that end the branch; none if the block changes the image's size, and so cannot be left out."""
         last = len(self.body) - 1
         return [f"body.{last}.weight", f"body.{last}.bias"] if isinstance(self.shortcut, nn.Identity) else []
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import UsageError
-from thinwire.surgery.axes import Axis
+from thinwire.surgery.axes.axis import Axis
 
 
 class Block(nn.Module):
@@ -32,13 +32,13 @@ class Block(nn.Module):
     def attention(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, self.head_width).permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        out: Tensor = self.out(attended.transpose(1, 2).flatten(2))
         return out
 
     @property
     def thinwire_axes(self) -> list[Axis]:
-        """Heads; hidden units of the MLP are found without help."""
+        """The attention heads; the hidden units of the MLP are found in its nn.Sequential."""
         return [Axis(self.heads, {"qkv.weight": (0, 3), "qkv.bias": (0, 3)}, {"out.weight": 1}, {"heads": 1})]
 
     @property
@@ -47,22 +47,22 @@ class Block(nn.Module):
 
 
 def check_heads(model: str, width: int, heads: int) -> None:
-    """The width is cut into heads of equal size."""
+    """Raise UsageError unless the heads divide the width."""
     if width % heads:
         fitting = [h for h in range(1, width + 1) if width % h == 0 and h <= 16]
         raise UsageError(f"{model}: heads={heads} does not divide width={width}; try one of {fitting}")
 
 
-def small_weights(module: nn.Module) -> None:
-    """Normal weights of deviation 0.02 and zero biases, as GPT-2 begins."""
+def init_gpt2_weights(module: nn.Module) -> None:
+    """Initialize as GPT-2: normal weights with a standard deviation of 0.02, and zero biases."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)
 
 
-class Positions(nn.Module):
-    """Adds a learned vector to each place of a sequence."""
+class PositionEmbedding(nn.Module):
+    """Adds a learned vector to each position of a sequence."""
 
     def __init__(self, length: int, width: int) -> None:
         super().__init__()

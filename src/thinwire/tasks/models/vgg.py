@@ -1,4 +1,4 @@
-"""VGG networks: stages of 3×3 convolutions, each of which ends by halving the image."""
+"""VGG networks: stages of 3×3 convolutions, each of which ends with a pooling layer that halves the image."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def vgg8(
 
 
 def _stages(name: str, shape: tuple[int, ...], stages: Sequence[tuple[int, int]]) -> tuple[list[nn.Module], int]:
-    """Stages of (channels, convolutions), and how many channels they end with."""
+    """The layers of stages, given as (channels, convolutions), and the number of channels at their end."""
     channels, height, width = image_shape(name, shape)
     if min(height, width) < 2 ** len(stages):
         times, least = {3: "three", 5: "five"}[len(stages)], 2 ** len(stages)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from thinwire.errors import UsageError
 from thinwire.tasks.models.cnn import image_shape
-from thinwire.tasks.models.transformer import Block, Positions, check_heads, small_weights
+from thinwire.tasks.models.transformer import Block, PositionEmbedding, check_heads, init_gpt2_weights
 
 
 def vit(
@@ -24,30 +24,30 @@ def vit(
 
     Dosovitskiy et al., "An Image is Worth 16x16 Words", 2021.
     """
-    channels, height, pixels = image_shape("vit", shape)
-    if height % patch or pixels % patch:
-        raise UsageError(f"vit: patch={patch} does not divide images of {height}×{pixels}; try 2 or 4")
+    channels, height, image_width = image_shape("vit", shape)
+    if height % patch or image_width % patch:
+        raise UsageError(f"vit: patch={patch} does not divide images of {height}×{image_width}; try 2 or 4")
     check_heads("vit", width, heads)
     return nn.Sequential(
         nn.Conv2d(channels, width, patch, patch),
-        Patches(),
-        Positions((height // patch) * (pixels // patch), width),
+        ToSequence(),
+        PositionEmbedding((height // patch) * (image_width // patch), width),
         *(Block(width, heads, causal=False) for _ in range(depth)),
         nn.LayerNorm(width),
-        MeanOverPlaces(),
+        MeanOverPositions(),
         nn.Linear(width, classes),
-    ).apply(small_weights)
+    ).apply(init_gpt2_weights)
 
 
-class Patches(nn.Module):
-    """(batch, channels, height, width) → (batch, places, channels)."""
+class ToSequence(nn.Module):
+    """(batch, channels, height, width) → (batch, positions, channels)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.flatten(2).transpose(1, 2)
 
 
-class MeanOverPlaces(nn.Module):
-    """(batch, places, channels) → (batch, channels)."""
+class MeanOverPositions(nn.Module):
+    """(batch, positions, channels) → (batch, channels)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mean(1)

@@ -1,0 +1,54 @@
+"""Segments: the smallest pieces into which a model can be cut, to be run one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from thinwire.surgery.blocks import resolve_layer_names
+from thinwire.surgery.tracing import has_matrix, trace_segments
+
+
+class Segment(NamedTuple):
+    """A piece of a model that is not cut any further, and the layer that it begins with."""
+
+    name: str
+    module: nn.Module
+
+
+def segments_of(model: nn.Module, cut_at: Sequence[str] = ()) -> list[Segment]:
+    """The smallest pieces into which a model can be cut, in the order in which they run: model(x) = s_n(…s_1(x)).
+
+    A segment begins at each layer with a weight matrix, and at the layers named in `cut_at`; layers without one (norms,
+    activations, pooling) belong to the segment before them. In a model that is not an nn.Sequential, torch.fx finds the
+    layers that the model can be cut at: only one tensor passes there.
+
+    >>> net = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
+    >>> [segment.name for segment in segments_of(net)]
+    ['0', '3']
+    """
+    if type(model) is not nn.Sequential:
+        return [Segment(name, module) for name, module in trace_segments(model, cut_at)]
+    layers = _flatten(model)
+    cut_at = resolve_layer_names(cut_at, [name for name, _ in layers[1:]])
+    groups: list[tuple[str, list[nn.Module]]] = []
+    group_has_matrix = False
+    for name, layer in layers:
+        if not groups or name in cut_at or (has_matrix(layer) and (group_has_matrix or groups[1:])):
+            groups.append((name, []))
+            group_has_matrix = False
+        group_has_matrix = group_has_matrix or has_matrix(layer)
+        groups[-1][1].append(layer)
+    return [Segment(name, nn.Sequential(*members)) for name, members in groups]
+
+
+def _flatten(model: nn.Sequential, prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """The layers of an nn.Sequential, with those of each nn.Sequential inside it that has no hooks."""
+    found: list[tuple[str, nn.Module]] = []
+    for name, layer in model._modules.items():
+        assert layer is not None
+        is_plain = type(layer) is nn.Sequential and not layer._forward_hooks and not layer._forward_pre_hooks
+        found += _flatten(layer, f"{prefix}{name}.") if is_plain else [(prefix + name, layer)]  # type: ignore[arg-type]
+    return found
