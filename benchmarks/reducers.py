@@ -102,15 +102,15 @@ def measure_kernels() -> None:
 
 
 def in_8_bits(x: Tensor, feedback: bool = False) -> None:
-    scales = kernels.largest(x, BLOCK)
+    scales = kernels.abs_max(x, BLOCK)
     codes = kernels.quantise(x, scales, LEVELS, BLOCK, key=1)
     kernels.dequantise(codes, scales, LEVELS, BLOCK)
     if feedback:
-        kernels.lost(x, codes, scales, LEVELS, BLOCK)
+        kernels.quantisation_error(x, codes, scales, LEVELS, BLOCK)
 
 
 def in_4_bits(x: Tensor) -> None:
-    scales = kernels.largest(x, BLOCK)
+    scales = kernels.abs_max(x, BLOCK)
     packed = kernels.pack(kernels.quantise(x, scales, LEVELS_OF_4_BITS, BLOCK, key=1), bits=4)
     kernels.dequantise(kernels.unpack(packed, bits=4), scales, LEVELS_OF_4_BITS, BLOCK)
 
@@ -222,7 +222,7 @@ def report(options: argparse.Namespace) -> None:
 def report_kernels(env: dict[str, str]) -> None:
     command = [sys.executable, __file__, "--role", "kernels"]
     found = {}
-    for kind in kernels.POSSIBLE:  # each in a process of its own, because the choice is for the life of one
+    for kind in kernels.VERSIONS:  # each in a process of its own, because the choice is for the life of one
         ended = subprocess.run(
             command, env={**env, "THINWIRE_KERNELS": kind}, stdout=subprocess.PIPE, text=True, check=True
         )

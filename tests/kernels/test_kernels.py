@@ -16,7 +16,7 @@ from thinwire import kernels
 from thinwire.common import messages
 from thinwire.common.dtypes import AVERAGED
 from thinwire.errors import UsageError
-from thinwire.kernels import eager, hashing
+from thinwire.kernels import dispatch, eager, hashing
 
 CPU = torch.device("cpu")
 
@@ -49,14 +49,14 @@ def test_sixteen_bits_go_as_two_bytes() -> None:
 def test_blocks_have_scales_of_their_own(count: int, block: int) -> None:
     x = vector(count)
     expected = [part.abs().max() for part in x.split(block)]
-    assert torch.equal(kernels.largest(x, block), torch.stack(expected))
+    assert torch.equal(kernels.abs_max(x, block), torch.stack(expected))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_block_with_a_value_that_is_not_finite_is_marked(bad: float) -> None:
     x = vector(30)
     x[12] = bad
-    assert kernels.largest(x, 10).isinf().tolist() == [False, True, False]
+    assert kernels.abs_max(x, 10).isinf().tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("dtype", AVERAGED, ids=str)
@@ -74,7 +74,7 @@ def test_one_value_that_is_not_finite_is_found(bad: float, dtype: torch.dtype) -
 @pytest.mark.parametrize("levels", [1, 7, 31, 127])
 def test_rounding_goes_to_a_neighbour_and_nearest_to_the_nearest(levels: int) -> None:
     x = vector(5000)
-    scales = kernels.largest(x, 512)
+    scales = kernels.abs_max(x, 512)
     exact = x * levels / scales.repeat_interleave(512)[:5000]
     codes = kernels.quantise(x, scales, levels, 512, key=3)
     assert codes.dtype == torch.int8
@@ -83,19 +83,19 @@ def test_rounding_goes_to_a_neighbour_and_nearest_to_the_nearest(levels: int) ->
     nearest = kernels.quantise(x, scales, levels, 512, key=None)
     assert (nearest - exact).abs().max() <= 0.5 + 1e-4
     values = kernels.dequantise(codes, scales, levels, 512)
-    torch.testing.assert_close(kernels.lost(x, codes, scales, levels, 512), x - values, rtol=0, atol=1e-6)
+    torch.testing.assert_close(kernels.quantisation_error(x, codes, scales, levels, 512), x - values, rtol=0, atol=1e-6)
 
 
 def test_vectors_that_do_not_fit_into_the_cache_are_treated_alike_everywhere() -> None:
     x = vector(3 * eager.CACHED_ELEMENTS + 777)
-    scales = kernels.largest(x, 512)
+    scales = kernels.abs_max(x, 512)
     top = scales.repeat_interleave(512)[: len(x)]
     assert torch.equal(scales, torch.stack([part.abs().max() for part in x.split(512)]))
     codes = kernels.quantise(x, scales, 31, 512, key=None)
     assert torch.equal(codes, (x * (31 / scales).repeat_interleave(512)[: len(x)]).round().to(torch.int8))
     values = kernels.dequantise(codes, scales, 31, 512)
     assert torch.equal(values, codes * (top / 31))
-    assert torch.equal(kernels.lost(x, codes, scales, 31, 512), x - values)
+    assert torch.equal(kernels.quantisation_error(x, codes, scales, 31, 512), x - values)
     drawn = kernels.quantise(x, scales, 31, 512, key=5)
     assert (drawn - x * 31 / top).abs().max() <= 1.001
 
@@ -116,9 +116,9 @@ def test_the_same_key_gives_the_same_and_another_key_another() -> None:
 
 def test_dither_is_uniform_and_knows_no_neighbours() -> None:
     """Over places in a block, over blocks and over keys: mean, variance, and correlation with the next one."""
-    places = hashing.columns(512, CPU)
+    places = hashing.position_hashes(512, CPU)
     table = torch.stack([
-        torch.bitwise_xor(places, hashing.rows(64, key, CPU)[:, None]).mul_(hashing.MULTIPLIER) * hashing.DITHER
+        torch.bitwise_xor(places, hashing.block_hashes(64, key, CPU)[:, None]).mul_(hashing.MULTIPLIER) * hashing.DITHER
         for key in range(100, 164)
     ]).double()  # [key, block, place]  # fmt: skip
     count = table.numel()
@@ -142,8 +142,8 @@ def test_uniform_numbers_are_uniform() -> None:
 
 def test_zeros_and_tiny_scales_do_no_harm() -> None:
     for x in (torch.zeros(20), torch.full((20,), 1e-42)):
-        codes = kernels.quantise(x, kernels.largest(x, 8), 127, 8, key=1)
-        assert kernels.dequantise(codes, kernels.largest(x, 8), 127, 8).isfinite().all()
+        codes = kernels.quantise(x, kernels.abs_max(x, 8), 127, 8, key=1)
+        assert kernels.dequantise(codes, kernels.abs_max(x, 8), 127, 8).isfinite().all()
 
 
 @pytest.mark.parametrize("size", [1e-44, 1e-40, 1e-38, 1e-37, 3e-37, 2e-36])
@@ -153,26 +153,26 @@ def test_values_too_small_for_a_scale_of_their_own_are_right_on_average_and_noth
 ) -> None:
     """1/1e-40 is no float32, and such values became zeros."""
     x = torch.linspace(-1, 1, 64).mul_(size).repeat(2000)
-    scales = kernels.largest(x, 64)
+    scales = kernels.abs_max(x, 64)
     codes = kernels.quantise(x, scales, levels, 64, key=1)
     values = kernels.dequantise(codes, scales, levels, 64)
     assert (values.double() - x.double()).abs().max() <= scales[0].double() / levels * 1.001, "to a neighbour"
-    lost = kernels.lost(x, codes, scales, levels, 64)
+    lost = kernels.quantisation_error(x, codes, scales, levels, 64)
     assert torch.equal(lost, x - values), "what is not sent is kept"
     step = scales[0].double() / levels
     off = (values.double() - x.double()).view(2000, 64).mean(0) / step
     assert off.abs().max() < 5 * 0.5 / 2000**0.5, "five standard errors"
     nearest = kernels.quantise(x, scales, levels, 64, key=None)
-    assert kernels.lost(x, nearest, scales, levels, 64).abs().max() <= 0.501 * step, "under feedback: the nearest"
+    assert kernels.quantisation_error(x, nearest, scales, levels, 64).abs().max() <= 0.501 * step, "under feedback: the nearest"
 
 
 @pytest.fixture
 def fresh_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    kernels._module.cache_clear()
-    monkeypatch.setattr(kernels, "_broken", [])
+    dispatch._chosen_version.cache_clear()
+    monkeypatch.setattr(dispatch, "_broken_devices", [])
     monkeypatch.setattr(messages, "_said", set())
     yield monkeypatch
-    kernels._module.cache_clear()
+    dispatch._chosen_version.cache_clear()
 
 
 def test_without_a_compiler_the_eager_ones_are_used_and_it_is_said_once(
@@ -184,14 +184,14 @@ def test_without_a_compiler_the_eager_ones_are_used_and_it_is_said_once(
         raise RuntimeError("no C++ compiler\nand a long story")
 
     fresh_choice.setenv("THINWIRE_KERNELS", "compiled")
-    for name in ("largest", "quantise", "dequantise"):
+    for name in ("abs_max", "quantise_randomly", "dequantise"):
         fresh_choice.setattr(compiled, name, fails)
     x = vector(2048)
     for _ in range(2):
-        scales = kernels.largest(x, 512)
+        scales = kernels.abs_max(x, 512)
         codes = kernels.quantise(x, scales, 31, 512, key=1)
     expected = torch.empty(4, 512, dtype=torch.int8)
-    eager.quantise(x.view(4, 512), 31 / scales, hashing.rows(4, 1, CPU), 31, expected)
+    eager.quantise_randomly(x.view(4, 512), 31 / scales, hashing.block_hashes(4, 1, CPU), 31, expected)
     assert torch.equal(codes, expected.view(-1))
     said = capsys.readouterr().err
     assert said.count("kernels cannot be compiled here (no C++ compiler)") == 1
@@ -201,28 +201,28 @@ def test_without_a_compiler_the_eager_ones_are_used_and_it_is_said_once(
 def test_an_unknown_choice_is_explained(fresh_choice: pytest.MonkeyPatch) -> None:
     fresh_choice.setenv("THINWIRE_KERNELS", "cuda")
     with pytest.raises(UsageError, match="THINWIRE_KERNELS=cuda; possible: eager, compiled"):
-        kernels.largest(vector(2048), 512)
+        kernels.abs_max(vector(2048), 512)
 
 
 COMPARE = """
 import torch
 from thinwire import kernels
-from thinwire.kernels import compiled, eager
+from thinwire.kernels import compiled, eager, hashing
 x = torch.randn(4000, 512, generator=torch.Generator().manual_seed(0))
 x[:8] *= torch.logspace(-45, -31, 8)[:, None]  # denormal numbers too
-top, keys = kernels.largest(x.view(-1), 512), kernels.rows(4000, 7, x.device)
+top, keys = kernels.abs_max(x.view(-1), 512), hashing.block_hashes(4000, 7, x.device)
 def both(name, dtype, shape, *args):
     outs = [torch.empty(shape, dtype=dtype) for _ in range(2)]
     getattr(eager, name)(*args, outs[0])
     getattr(compiled, name)(*args, outs[1])
     return outs
-assert torch.equal(*both("largest", torch.float32, 4000, x))
+assert torch.equal(*both("abs_max", torch.float32, 4000, x))
 assert x[0].any() and x[:3].abs().max() < 2**-126
-one, other = both("quantise", torch.int8, x.shape, x, 31 / top, keys, 31)
+one, other = both("quantise_randomly", torch.int8, x.shape, x, 31 / top, keys, 31)
 assert torch.equal(one, other)
-assert torch.equal(*both("nearest", torch.int8, x.shape, x, 31 / top, 31))
+assert torch.equal(*both("quantise_nearest", torch.int8, x.shape, x, 31 / top, 31))
 assert torch.equal(*both("dequantise", torch.float32, x.shape, one, top / 31))
-assert torch.equal(*both("lost", torch.float32, x.shape, x, one, top / 31))
+assert torch.equal(*both("quantisation_error", torch.float32, x.shape, x, one, top / 31))
 """
 
 

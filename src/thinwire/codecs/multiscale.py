@@ -23,7 +23,7 @@ def multiscale(bits: int, scales: int, block: int) -> Codec:
 
     def encode(x: Tensor, key: int | None) -> Tensor:
         flat = x.reshape(-1)
-        tops = kernels.largest(flat, block)
+        tops = kernels.abs_max(flat, block)
         finest = finest_that_fits(flat, tops, scales, block)
         codes = kernels.quantise(magnified(flat, finest), tops, levels, block, key)
         packed = kernels.pack(codes.view(x.shape), bits), kernels.pack(finest.view(x.shape), index)

@@ -25,7 +25,7 @@ def words(bits: int, block: int) -> Codec:
 
     def encode(x: Tensor, key: int | None) -> Tensor:
         flat = x.reshape(-1)
-        scales = kernels.largest(flat, block)
+        scales = kernels.abs_max(flat, block)
         codes = kernels.quantise(flat, scales, levels, block, key)
         return torch.cat([scales_to_bytes(scales, len(x)), kernels.pack(codes.view(x.shape), bits)], 1)
 

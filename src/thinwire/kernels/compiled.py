@@ -1,4 +1,7 @@
-"""The same operations through torch.compile: one pass over memory each. Needs a C++ compiler, and seconds at first."""
+"""The functions of `eager` through torch.compile: one pass over memory each.
+
+They need a C++ compiler, and some seconds when they are first called.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.kernels.hashing import DITHER, MULTIPLIER, columns
+from thinwire.kernels.hashing import DITHER, MULTIPLIER, position_hashes
 
 
 def _compiled(function: Callable[..., None]) -> Callable[..., None]:
@@ -17,29 +20,31 @@ def _compiled(function: Callable[..., None]) -> Callable[..., None]:
 
 
 @_compiled
-def largest(x: Tensor, out: Tensor) -> None:
+def abs_max(x: Tensor, out: Tensor) -> None:
     """See eager."""
     out.copy_(x.abs().amax(1))
 
 
-def quantise(x: Tensor, inverse: Tensor, keys: Tensor, levels: int, out: Tensor) -> None:
+def quantise_randomly(x: Tensor, inverse: Tensor, hashes: Tensor, levels: int, out: Tensor) -> None:
     """See eager."""
-    _quantise(x, inverse, keys, columns(x.shape[1], x.device), float(levels), out)
+    _quantise_randomly(x, inverse, hashes, position_hashes(x.shape[1], x.device), float(levels), out)
 
 
 @_compiled
-def _quantise(x: Tensor, inverse: Tensor, keys: Tensor, places: Tensor, levels: Any, out: Tensor) -> None:
-    dither = ((places ^ keys[:, None]) * MULTIPLIER) * DITHER
+def _quantise_randomly(
+    x: Tensor, inverse: Tensor, hashes: Tensor, positions: Tensor, levels: Any, out: Tensor
+) -> None:
+    dither = ((positions ^ hashes[:, None]) * MULTIPLIER) * DITHER
     out.copy_((dither + x * inverse[:, None]).round().clamp(-levels, levels))
 
 
-def nearest(x: Tensor, inverse: Tensor, levels: int, out: Tensor) -> None:
+def quantise_nearest(x: Tensor, inverse: Tensor, levels: int, out: Tensor) -> None:
     """See eager."""
-    _nearest(x, inverse, float(levels), out)
+    _quantise_nearest(x, inverse, float(levels), out)
 
 
 @_compiled
-def _nearest(x: Tensor, inverse: Tensor, levels: Any, out: Tensor) -> None:
+def _quantise_nearest(x: Tensor, inverse: Tensor, levels: Any, out: Tensor) -> None:
     out.copy_((x * inverse[:, None]).round().clamp(-levels, levels))
 
 
@@ -50,6 +55,6 @@ def dequantise(codes: Tensor, step: Tensor, out: Tensor) -> None:
 
 
 @_compiled
-def lost(x: Tensor, codes: Tensor, step: Tensor, out: Tensor) -> None:
+def quantisation_error(x: Tensor, codes: Tensor, step: Tensor, out: Tensor) -> None:
     """See eager."""
     out.copy_(x - codes * step[:, None])

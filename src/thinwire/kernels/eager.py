@@ -1,4 +1,4 @@
-"""The reference: plain torch, block rows in portions that stay in a CPU's cache.
+"""The reference: plain torch on matrices with a scale block per row, in portions that stay in a CPU's cache.
 
 Products and sums are separate operations, each rounded, so that every version can give the same to the bit.
 """
@@ -10,41 +10,41 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from thinwire.kernels.hashing import DITHER, MULTIPLIER, columns
+from thinwire.kernels.hashing import DITHER, MULTIPLIER, position_hashes
 
 CACHED_ELEMENTS = 2**17  # of a portion; half and twice as many are slower on CPUs with 1–2 MB of cache a core
 
 
-def largest(x: Tensor, out: Tensor) -> None:
+def abs_max(x: Tensor, out: Tensor) -> None:
     """Largest absolute value of each row."""
-    for part in _portions(x):
-        torch.amax(x[part].abs(), 1, out=out[part])
+    for rows in _portions(x):
+        torch.amax(x[rows].abs(), 1, out=out[rows])
 
 
-def quantise(x: Tensor, inverse: Tensor, keys: Tensor, levels: int, out: Tensor) -> None:
+def quantise_randomly(x: Tensor, inverse: Tensor, hashes: Tensor, levels: int, out: Tensor) -> None:
     """x·inverse, rounded up or down at random so that the mean is right, within ±levels."""
-    places = columns(x.shape[1], x.device)
-    for part in _portions(x):
-        dither = torch.bitwise_xor(places, keys[part, None]).mul_(MULTIPLIER) * DITHER
-        out[part] = (x[part] * inverse[part, None]).add_(dither).round_().clamp_(-levels, levels)  # no fused addcmul
+    positions = position_hashes(x.shape[1], x.device)
+    for rows in _portions(x):
+        dither = torch.bitwise_xor(positions, hashes[rows, None]).mul_(MULTIPLIER) * DITHER
+        out[rows] = (x[rows] * inverse[rows, None]).add_(dither).round_().clamp_(-levels, levels)  # no fused addcmul
 
 
-def nearest(x: Tensor, inverse: Tensor, levels: int, out: Tensor) -> None:
+def quantise_nearest(x: Tensor, inverse: Tensor, levels: int, out: Tensor) -> None:
     """x·inverse, rounded to the nearest whole number, within ±levels."""
-    for part in _portions(x):
-        out[part] = (x[part] * inverse[part, None]).round_().clamp_(-levels, levels)
+    for rows in _portions(x):
+        out[rows] = (x[rows] * inverse[rows, None]).round_().clamp_(-levels, levels)
 
 
 def dequantise(codes: Tensor, step: Tensor, out: Tensor) -> None:
     """codes·step."""
-    for part in _portions(codes):
-        torch.mul(codes[part], step[part, None], out=out[part])
+    for rows in _portions(codes):
+        torch.mul(codes[rows], step[rows, None], out=out[rows])
 
 
-def lost(x: Tensor, codes: Tensor, step: Tensor, out: Tensor) -> None:
-    """x − codes·step: what error feedback keeps."""
-    for part in _portions(x):
-        torch.sub(x[part], codes[part] * step[part, None], out=out[part])
+def quantisation_error(x: Tensor, codes: Tensor, step: Tensor, out: Tensor) -> None:
+    """x − codes·step."""
+    for rows in _portions(x):
+        torch.sub(x[rows], codes[rows] * step[rows, None], out=out[rows])
 
 
 def _portions(x: Tensor) -> Iterator[slice]:

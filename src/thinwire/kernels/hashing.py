@@ -13,7 +13,7 @@ MULTIPLIER = 0x9E3779B1 - 2**32  # odd, so that multiplying loses nothing; as a 
 DITHER = 2.0**-32 * (1 - 2.0**-15)
 
 
-def hashed(numbers: Tensor) -> Tensor:
+def hash_(numbers: Tensor) -> Tensor:
     """Well-mixed 32-bit numbers for int32 numbers, changed in place: two rounds of multiply and shift."""
     for shift, multiplier in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
         numbers ^= (numbers >> shift) & (2 ** (32 - shift) - 1)
@@ -23,14 +23,14 @@ def hashed(numbers: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def columns(count: int, device: torch.device) -> Tensor:
-    """One number for each place in a block."""
-    return hashed(torch.arange(1, count + 1, dtype=torch.int32, device=device))
+def position_hashes(count: int, device: torch.device) -> Tensor:
+    """One hash for each position in a block."""
+    return hash_(torch.arange(1, count + 1, dtype=torch.int32, device=device))
 
 
-def rows(count: int, key: int, device: torch.device) -> Tensor:
-    """One number for each block; `key` has 32 bits and tells one use from another."""
-    return hashed(hashed(torch.arange(1, count + 1, dtype=torch.int32, device=device)).bitwise_xor_(_signed(key)))
+def block_hashes(count: int, key: int, device: torch.device) -> Tensor:
+    """One hash for each block; other keys (of 32 bits) give other hashes."""
+    return hash_(hash_(torch.arange(1, count + 1, dtype=torch.int32, device=device)).bitwise_xor_(_signed(key)))
 
 
 def uniform(count: int, key: int, device: torch.device) -> Tensor:
@@ -39,7 +39,7 @@ def uniform(count: int, key: int, device: torch.device) -> Tensor:
     >>> uniform(4, 1, torch.device("cpu")).tolist() == uniform(4, 1, torch.device("cpu")).tolist()
     True
     """
-    return rows(count, key, device).double().mul_(2.0**-32).add_(0.5)
+    return block_hashes(count, key, device).double().mul_(2.0**-32).add_(0.5)
 
 
 def _signed(key: int) -> int:

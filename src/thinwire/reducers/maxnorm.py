@@ -82,7 +82,7 @@ def maxnorm(
         codes = kernels.quantise(x, scales, levels, block, draw.rounding(comm.rank))
         mean = kernels.dequantise(comm.sum(codes), scales, levels * comm.size, block)
         kept = {"scales": scales.nan_to_num(0.0), "saturated": state["saturated"]} if predicted else {}
-        return Averaged(mean, lambda: kernels.lost(x, codes, scales, levels, block), kept)
+        return Averaged(mean, lambda: kernels.quantisation_error(x, codes, scales, levels, block), kept)
 
     return on_vectors(average, init)
 
@@ -98,15 +98,15 @@ def sum_levels(ranks: int) -> int:
 
 def shared_scales(x: Tensor, block: int, comm: Comm) -> Tensor:
     """The largest value in each block over all ranks; NaN where a value is not finite."""
-    scales = comm.max(kernels.largest(x, block))
+    scales = comm.max(kernels.abs_max(x, block))
     return torch.where(scales < torch.inf, scales, torch.nan)
 
 
 def _with_guessed_scales(x: Tensor, draw: Draw, state: State, comm: Comm, levels: int, block: int) -> Averaged:
     """One sum of codes, and behind them for each block: how large it was (in 1/levels of twice the scale), and
     whether a value was not finite."""
-    scales = kernels.usable(state["scales"].clamp(min=LOWEST * state["scales"].max()))
-    largest = kernels.largest(x, block)
+    scales = kernels.clamp_scales(state["scales"].clamp(min=LOWEST * state["scales"].max()))
+    largest = kernels.abs_max(x, block)
     broken = (largest == torch.inf).to(torch.int8)
     size = (largest / (2 * scales) * levels).nan_to_num(0.0).round_().clamp_(0, levels).to(torch.int8)
     codes = kernels.quantise(x, scales, levels, block, draw.rounding(comm.rank))
@@ -117,7 +117,7 @@ def _with_guessed_scales(x: Tensor, draw: Draw, state: State, comm: Comm, levels
     cut_off = _count_beyond(x, scales, largest, block)
     kept = {"scales": torch.where(sound, guess, scales), "saturated": state["saturated"] + cut_off}
     mean = kernels.dequantise(total, used, levels * comm.size, block)
-    return Averaged(mean, lambda: kernels.lost(x, codes, used, levels, block), kept)
+    return Averaged(mean, lambda: kernels.quantisation_error(x, codes, used, levels, block), kept)
 
 
 def _count_beyond(x: Tensor, scales: Tensor, largest: Tensor, block: int) -> Tensor:

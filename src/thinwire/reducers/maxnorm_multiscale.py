@@ -54,7 +54,7 @@ def maxnorm_multiscale(
         codes = kernels.quantise(large, tops, levels, block, draw.rounding(comm.rank))
         mean = kernels.dequantise(comm.sum(codes), tops, levels * comm.size, block)
         return Averaged(
-            magnified(mean, -finest), lambda: magnified(kernels.lost(large, codes, tops, levels, block), -finest)
+            magnified(mean, -finest), lambda: magnified(kernels.quantisation_error(large, codes, tops, levels, block), -finest)
         )
 
     return on_vectors(average)

@@ -42,6 +42,6 @@ def sign(
 
         voted = combined(negative, 1, majority, 1, comm, signed=False)
         mean = kernels.dequantise(1 - 2 * voted, size, 1, width)
-        return Averaged(mean, lambda: kernels.lost(x, 1 - 2 * negative, size, 1, width))
+        return Averaged(mean, lambda: kernels.quantisation_error(x, 1 - 2 * negative, size, 1, width))
 
     return on_vectors(average)

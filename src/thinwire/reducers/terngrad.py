@@ -30,10 +30,10 @@ def terngrad(
     """
 
     def average(x: Tensor, draw: Draw, state: State, comm: Comm) -> Averaged:
-        largest = kernels.largest(x, block)
+        largest = kernels.abs_max(x, block)
         if clip is not None:
             clipped = torch.minimum(largest, clip * _rms(x, largest, block)).nan_to_num(torch.inf)
-            largest = kernels.usable(clipped)
+            largest = kernels.clamp_scales(clipped)
         scales = comm.max(largest)
         scales = torch.where(scales < torch.inf, scales, torch.nan)
         codes = kernels.quantise(x, scales, 1, block, draw.rounding(comm.rank))
@@ -41,7 +41,7 @@ def terngrad(
         number = torch.int8 if back <= 8 else torch.int16
         total = combined(codes, 2, lambda rows: rows.sum(0, dtype=number), back, comm)
         mean = kernels.dequantise(total, scales, comm.size, block)
-        return Averaged(mean, lambda: kernels.lost(x, codes, scales, 1, block))
+        return Averaged(mean, lambda: kernels.quantisation_error(x, codes, scales, 1, block))
 
     return on_vectors(average)
 
