@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from thinwire.codecs.base import Codec, even_blocks
-from thinwire.codecs.multiscale import finest_that_fits, magnified, multiscale
+from thinwire.codecs.multiscale import finest_scale, magnify, multiscale
 from thinwire.codecs.words import words
 
 CODECS: dict[str, tuple[Callable[[int], Codec], int]] = {
@@ -61,10 +61,10 @@ def test_a_block_that_is_not_finite_is_nan_and_its_neighbours_are_not(name: str)
 
 def test_the_finest_scale_that_fits_is_chosen_by_the_value() -> None:
     x = torch.tensor([4.0, 1.0, 1.001, 0.25, 0.2501, 0.0, -1.0, -0.0625])
-    finest = finest_that_fits(x, torch.tensor([4.0]), scales=3, block=8)
+    finest = finest_scale(x, torch.tensor([4.0]), scales=3, block=8)
     assert finest.tolist() == [0, 1, 0, 2, 1, 2, 1, 2]
-    assert torch.equal(magnified(magnified(x, finest), -finest), x), "a change of scale is exact"
-    assert magnified(x, finest).abs().max() <= 4
+    assert torch.equal(magnify(magnify(x, finest), -finest), x), "a change of scale is exact"
+    assert magnify(x, finest).abs().max() <= 4
 
 
 def test_even_blocks_cover_a_width_with_little_to_spare() -> None:

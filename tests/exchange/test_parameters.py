@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import thinwire as tw
 from thinwire.comm.base import Comm
 from thinwire.errors import RunError, UsageError
-from thinwire.exchange.parameters import Outer, ParameterAverager, cut
+from thinwire.exchange.fragments import make_fragments
+from thinwire.exchange.parameters import Outer, ParameterAverager
 from thinwire.reducers.base import Named, Reduced, Reducer
 from thinwire.reducers.mean import mean
 
@@ -37,7 +38,7 @@ class Numbers(nn.Module):
 
 def meet(averaging: ParameterAverager) -> None:
     for number in range(len(averaging.fragments)):
-        averaging.start(number, beside=False)
+        averaging.start(number, in_background=False)
         averaging.merge()
 
 
@@ -104,19 +105,19 @@ def test_ranks_may_count_more_than_others(world: World) -> None:
     assert world(weighted, 3) == [pytest.approx((0 + 0.5 + 4) / 3)] * 3
 
 
-def on_nodes(comm: Comm, apart: bool) -> list[float]:
-    """Two nodes of two; rank 1 of each node speaks. Parameters are 0, 1, 2, 3, statistics too."""
+def on_nodes(comm: Comm, average_node: bool) -> list[float]:
+    """Two nodes of two; rank 1 of each node leads it. Parameters are 0, 1, 2, 3, statistics too."""
     node = comm.split([[0, 1], [2, 3]], "node")
     rails = comm.split([[0, 2], [1, 3]], "between")
     model = Numbers()
     averaging = ParameterAverager(model, mean(), rails, node=node)
     put(model, float(comm.rank))
-    averaging.start(speaker=1, apart=apart)
+    averaging.start(leader=1, average_node=average_node)
     averaging.merge()
     return values(model)[:3]
 
 
-def test_one_rank_speaks_for_its_node_of_itself_or_of_all(world: World) -> None:
+def test_the_leader_of_a_node_sends_its_own_parameters_or_the_mean_of_the_node(world: World) -> None:
     """Statistics are always those of all."""
     assert world(on_nodes, 4, False) == [[2.0, 2.0, 1.5]] * 4
     assert world(on_nodes, 4, True) == [[1.5, 1.5, 1.5]] * 4
@@ -166,17 +167,17 @@ def test_complex_parameters_are_averaged_as_pairs_of_reals() -> None:
         assert torch.equal(found, torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * (1 + 2j))
 
 
-def after_the_end(kind: str) -> None:
+def after_the_end(in_background: bool) -> None:
     model = Numbers()
     with tw.join() as comm:
         averaging = ParameterAverager(model, mean(), comm)
-    averaging.start(beside=kind == "beside")
+    averaging.start(in_background=in_background)
 
 
-@pytest.mark.parametrize("kind", ["beside", "at once"])
-def test_a_world_that_was_closed_says_so(kind: str) -> None:
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_world_that_was_closed_says_so(in_background: bool) -> None:
     with pytest.raises(RunError, match="the world was closed; train inside of"):
-        after_the_end(kind)
+        after_the_end(in_background)
 
 
 def of_other_options(comm: Comm) -> None:
@@ -189,7 +190,7 @@ def test_a_state_of_other_options_is_refused(world: World) -> None:
     world(of_other_options, 1)
 
 
-def beside(comm: Comm) -> tuple[bool, float]:
+def in_background(comm: Comm) -> tuple[bool, float]:
     """An exchange that waits until the rank has gone on: were it part of `start`, nobody would ever get there."""
     gone_on = threading.Event()
     in_time = []
@@ -208,8 +209,8 @@ def beside(comm: Comm) -> tuple[bool, float]:
     return in_time[0], model.a.item()
 
 
-def test_the_exchange_runs_beside_the_training_on_a_private_copy(process_world: Any) -> None:
-    assert process_world.run(beside, 2) == [(True, 1.5 + 99), (True, 1.5 + 98)]
+def test_the_exchange_runs_in_the_background_on_a_private_copy(process_world: Any) -> None:
+    assert process_world.run(in_background, 2) == [(True, 1.5 + 99), (True, 1.5 + 98)]
 
 
 def fails(comm: Comm) -> str:
@@ -251,9 +252,10 @@ def test_a_state_saved_in_flight_goes_on_exactly(world: World) -> None:
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=30), st.data())
 def test_fragments_hold_every_parameter_once_in_order_and_none_is_empty(sizes: list[int], data: st.DataObject) -> None:
-    parameters = {f"p{i}": torch.empty(size) for i, size in enumerate(sizes)}
+    model = nn.ParameterDict({f"p{i}": torch.empty(size) for i, size in enumerate(sizes)})
+    parameters = dict(model.named_parameters())
     number = data.draw(st.integers(1, len(sizes)))
-    fragments = cut(parameters, number)
+    fragments = [fragment.names for fragment in make_fragments(model, number)]
     assert [name for fragment in fragments for name in fragment] == list(parameters)
     assert len(fragments) == number
     assert all(fragments)
@@ -263,4 +265,4 @@ def test_fragments_hold_every_parameter_once_in_order_and_none_is_empty(sizes: l
 
 def test_more_fragments_than_parameters_are_refused() -> None:
     with pytest.raises(UsageError, match="fragments=3, but the model has 2 parameter tensors"):
-        cut({"a": torch.zeros(1), "b": torch.zeros(1)}, 3)
+        make_fragments(nn.ParameterDict({"a": torch.zeros(1), "b": torch.zeros(1)}), 3)

@@ -163,7 +163,9 @@ def test_values_too_small_for_a_scale_of_their_own_are_right_on_average_and_noth
     off = (values.double() - x.double()).view(2000, 64).mean(0) / step
     assert off.abs().max() < 5 * 0.5 / 2000**0.5, "five standard errors"
     nearest = kernels.quantise(x, scales, levels, 64, key=None)
-    assert kernels.quantisation_error(x, nearest, scales, levels, 64).abs().max() <= 0.501 * step, "under feedback: the nearest"
+    assert kernels.quantisation_error(x, nearest, scales, levels, 64).abs().max() <= 0.501 * step, (
+        "under feedback: the nearest"
+    )
 
 
 @pytest.fixture

@@ -16,11 +16,16 @@ from torch import Tensor
 import thinwire as tw
 from thinwire import registry
 from thinwire.comm.base import Comm
-from thinwire.reducers.base import Named, Reduced, State, flatten
+from thinwire.common.tensors import flatten
+from thinwire.reducers.base import Named, Reduced, ReducerState
 from thinwire.spec import parse
 
 Shapes = list[tuple[int, ...]]
 BLOCK = 512
+
+
+def flat(tensors: Named) -> Tensor:
+    return flatten(tensors.values(), torch.float32)
 
 
 def num_elements(shapes: Shapes) -> int:
@@ -152,7 +157,7 @@ def tensors(rank: int, seed: int, sizes: Shapes, dtype: torch.dtype = torch.floa
     return {n: t.t().contiguous().t() if strided and t.dim() == 2 else t for n, t in made.items()}
 
 
-def reduce(comm: Comm, spec: str, given_: Named, state: State | None = None) -> Reduced:
+def reduce(comm: Comm, spec: str, given_: Named, state: ReducerState | None = None) -> Reduced:
     reducer = registry.build("reducers", spec)
     before = {name: t.clone() for name, t in given_.items()}
     old = reducer.init(given_) if state is None else state
@@ -219,7 +224,7 @@ UNBIASED = [
 
 def repeated(comm: Comm, spec: str, copies: int, num_steps: int) -> tuple[Tensor, Tensor]:
     """A few values, and what many copies of each became in some steps: [value], [draw, value]."""
-    own = flatten(tensors(comm.rank, 3, [(40,)]))
+    own = flat(tensors(comm.rank, 3, [(40,)]))
     reducer = registry.build("reducers", spec)
     given_ = {"w": own.repeat(copies).view(copies, 40)}
     state, found = reducer.init(given_), []
@@ -266,7 +271,7 @@ def test_with_feedback_what_is_lost_comes_later(spec: str) -> None:
     num_steps = 600 if "0.01" in spec else 120  # the rarer an element is sent, the longer until all is as it will be
 
     def run(comm: Comm) -> tuple[list[Named], list[Reduced]]:
-        base = flatten(tensors(99, 0, sizes))
+        base = flat(tensors(99, 0, sizes))
         given_ = []
         for i in range(num_steps):
             now = tensors(comm.rank, i, sizes)
@@ -274,10 +279,10 @@ def test_with_feedback_what_is_lost_comes_later(spec: str) -> None:
         return given_, steps(comm, spec, given_)
 
     results = tw.simulate(run, ranks=3)
-    gradients = torch.stack([torch.stack([flatten(g) for g in given_]) for given_, _ in results]).double().mean(0)
-    outputs = torch.stack([flatten(out.mean) for out in results[0][1]]).double()
+    gradients = torch.stack([torch.stack([flat(g) for g in given_]) for given_, _ in results]).double().mean(0)
+    outputs = torch.stack([flat(out.mean) for out in results[0][1]]).double()
     behind = (gradients - outputs).cumsum(0)
-    kept = torch.stack([flatten(_residuals(outs[-1].state)) for _, outs in results]).double().mean(0)
+    kept = torch.stack([flat(_residuals(outs[-1].state)) for _, outs in results]).double().mean(0)
     rounded_on_the_way = 1.0 if "bf16" in spec else 1e-3  # by sums in 16 bits, of which no rank knows
     torch.testing.assert_close(behind[-1], kept, rtol=1e-4, atol=rounded_on_the_way)
     size = gradients[0].norm()
@@ -292,8 +297,8 @@ def test_feedback_keeps_what_is_lost_in_giving_the_result_its_type() -> None:
     def run(comm: Comm) -> tuple[Tensor, Tensor]:
         given_ = [tensors(comm.rank, i, [(50,)], torch.bfloat16) for i in range(200)]
         outs = steps(comm, "error_feedback(mean)", given_)
-        return sum((flatten(g).double() for g in given_), torch.zeros(50)), sum(
-            (flatten(out.mean).double() for out in outs), torch.zeros(50)
+        return sum((flat(g).double() for g in given_), torch.zeros(50)), sum(
+            (flat(out.mean).double() for out in outs), torch.zeros(50)
         )
 
     results = tw.simulate(run, ranks=3)
@@ -306,7 +311,7 @@ def _split(flat: Tensor, like: Named) -> list[Tensor]:
     return [part.view(t.shape) for part, t in zip(parts, like.values(), strict=True)]
 
 
-def _residuals(state: State) -> Named:
+def _residuals(state: ReducerState) -> Named:
     """Of all parts, by parameter; those that no part keeps are exact."""
     found = {key.rpartition("residual/")[2]: t for key, t in state.items() if "residual/" in key}
     return {name: found.get(name, torch.zeros(shape)) for name, shape in (("p0", (20, 30)), ("p1", (17,)))}

@@ -21,7 +21,7 @@ from tests.worlds import ProcessWorlds
 from thinwire.comm.base import Comm
 from thinwire.comm.ledger import all_reduce_bytes
 from thinwire.errors import RunError, UsageError
-from thinwire.exchange.gradients import Overlapped
+from thinwire.exchange.overlapped import Overlapped
 from thinwire.strategies.ab import AB
 from thinwire.strategies.phases import Lengths, Phases
 from thinwire.surgery.lowrank import Factored, decompose, factor, set_factors
@@ -280,13 +280,11 @@ def test_a_layer_that_would_gain_nothing_stays_full_and_that_is_told(capsys: pyt
 
 def spread(comm: Comm, model: nn.Module) -> set[str]:
     """The layers that this rank decomposed."""
-    import thinwire.exchange.factoring as module
-
     strategy = tw.prepare(
         made(), model=copy.deepcopy(model), optimizer=sgd, loss=nn.functional.cross_entropy, comm=comm
     )
     weights = strategy.factoring._weights(strategy.model)
-    owner = module._shared_out(weights, comm.size)
+    owner = strategy.factoring._owners(weights)
     return {name for name, rank in owner.items() if rank == comm.rank}
 
 

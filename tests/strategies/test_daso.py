@@ -36,22 +36,22 @@ def trace(comm: Comm, cycle: Cycle, num_batches: int) -> list[str]:
     strategy = daso(comm, CYCLING.format(4))
     strategy.cycle, strategy.apart = cycle, cycle.inside > 1
     events: list[str] = []
-    speakers: list[int] = []
+    leaders: list[int] = []
     start, merge, backward = strategy.averaging.start, strategy.averaging.merge, strategy.learner.backward
     ended = False
 
     def b() -> str:
         return f"b{strategy.batch - ended}"
 
-    def started(number: int = 0, speaker: int = 0, apart: bool = False, beside: bool = True) -> None:
-        events.append(f"{b()} {'blocking' if ended else 'send'} r{speaker}")
-        speakers.append(speaker)
-        assert beside == (not ended)
-        start(number, speaker, apart, beside)
+    def started(number: int = 0, leader: int = 0, average_node: bool = False, in_background: bool = True) -> None:
+        events.append(f"{b()} {'blocking' if ended else 'send'} r{leader}")
+        leaders.append(leader)
+        assert in_background == (not ended)
+        start(number, leader, average_node, in_background)
 
     def merged(rule: Any = None) -> None:
         if rule is not None:
-            events.append(f"{b()} merge r{speakers[-1]} (S={strategy.in_flight})")
+            events.append(f"{b()} merge r{leaders[-1]} (S={strategy.in_flight})")
         merge(rule)
 
     def computed(batch: Any, exchange: Any, exchanging: bool = True) -> Tensor:

@@ -18,7 +18,7 @@ import thinwire as tw
 from tests.strategies.test_laws import MODELS, batches, same, sgd, steps, trainer, weights
 from thinwire.comm.base import Comm
 from thinwire.comm.ledger import all_reduce_bytes
-from thinwire.reducers.base import Named, Reduced, Reducer, State
+from thinwire.reducers.base import Named, Reduced, Reducer, ReducerState
 from thinwire.reducers.error_feedback import error_feedback
 from thinwire.reducers.global_randk import global_randk
 from thinwire.reducers.mean import mean
@@ -149,7 +149,7 @@ def test_batchnorm_statistics_are_local_in_training_and_averaged_in_the_result(w
 def counting() -> Reducer:
     """The exact mean, plus how often each parameter was reduced: a state that every step needs and changes."""
 
-    def reduce(tensors: Named, state: State, comm: Comm) -> Reduced:
+    def reduce(tensors: Named, state: ReducerState, comm: Comm) -> Reduced:
         THREADS.add(threading.current_thread().name)
         out = mean().reduce(tensors, {}, comm)
         counted = {name: state[name] + 1 for name in tensors}

@@ -22,7 +22,7 @@ from thinwire.comm.base import Comm
 from thinwire.comm.threads import ThreadComm
 from thinwire.common.tensors import named_tensors, num_bytes
 from thinwire.errors import PeerLost
-from thinwire.exchange.sharded import Report, ShardedTensors
+from thinwire.exchange.sharded import Contribution, ShardedTensors
 from thinwire.strategies.ist import _balanced
 from thinwire.surgery.axes.find import axes_of
 from thinwire.surgery.axes.residual import residual_blocks_of
@@ -118,14 +118,14 @@ def dealt_and_collected(comm: Comm, kind: str) -> tuple[bool, bool]:
     }
     homes = ShardedTensors(slices, comm, torch.device("cpu"), {name: t.dtype for name, t in tensors.items()})
     with torch.no_grad():
-        homes.fill(tensors if comm.rank == 0 else {})
-        before = {name: part.clone() for name, part in homes.parts.items()}
+        homes.scatter(tensors if comm.rank == 0 else {})
+        before = {name: part.clone() for name, part in homes.shards.items()}
         unchanged = True
         for number in range(3):
             hands = assign_units([axis.size for axis in slices.axes], [1.0] * comm.size, 0, number)
-            homes.collect(homes.deal(hands), hands, Report(1 + comm.rank, 0.0))
-            unchanged = unchanged and same(homes.parts, before)
-        return unchanged, same(dict(homes.whole()), tensors)
+            homes.collect(homes.deal(hands), hands, Contribution(1 + comm.rank, 0.0))
+            unchanged = unchanged and same(homes.shards, before)
+        return unchanged, same(dict(homes.gather()), tensors)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
@@ -216,7 +216,7 @@ def what_moved(comm: Comm, cut: str) -> bool:
     shape = (6,) if cut == "units" else (1, 8, 8)
     made = trainer(comm, f"ist(local_steps=2, cut={cut}, scale=train)", model)
     with torch.no_grad():
-        before = dict(made.homes.copy().whole())
+        before = dict(made.homes.copy().gather())
     covered = {name: torch.zeros(t.shape) for name, t in before.items()}
     for hand in made.hands:
         for name, count in covered.items():
@@ -234,7 +234,7 @@ def what_moved(comm: Comm, cut: str) -> bool:
     for batch in batches(3, shape=shape, seed=comm.rank):
         made.step(batch)
     with torch.no_grad():
-        after = dict(made.homes.copy().whole())
+        after = dict(made.homes.copy().gather())
     for name, count in covered.items():
         assert torch.equal(after[name][count == 0], before[name][count == 0])
         assert count.max() == 1 or not made.slices.is_divided(name)
@@ -287,7 +287,7 @@ def formula(homes: ShardedTensors, old: list[list[Tensor]], new: list[list[Tenso
     for hands, away in ((old, True), (new, False)):
         for i in range(ranks):
             if i != rank:
-                pieces = homes._pieces(hands[rank], i) if away else homes._pieces(hands[i], rank)
+                pieces = homes.layout.pieces(hands[rank], i) if away else homes.layout.pieces(hands[i], rank)
                 total += 4 * kinds * sum(math.prod(piece.shape) for piece in pieces) + (16 * kinds if away else 0)
     return total
 
@@ -350,8 +350,8 @@ def in_tensors() -> int:
 
 def held_by(made: Any) -> list[Tensor]:
     return [
-        *made.homes.parts.values(),
-        *(p for h in made.moments.values() for p in h.parts.values()),
+        *made.homes.shards.values(),
+        *(p for h in made.moments.values() for p in h.shards.values()),
         *made.model.parameters(),
     ]
 
@@ -443,15 +443,15 @@ def test_shares_are_given_or_measured() -> None:
     assert tw.simulate(lambda comm: widths(comm, "ist(shares=[3, 1, 1])"), ranks=3) == [[8, 8], [3, 3], [2, 3]]
     shares = [1.0, 1.0]
     for _ in range(20):  # one rank is three times as slow, and time is in proportion to units
-        shares = _balanced(shares, [Report(4, 4 * shares[0]), Report(4, 12 * shares[1])])
+        shares = _balanced(shares, [Contribution(4, 4 * shares[0]), Contribution(4, 12 * shares[1])])
     assert shares == pytest.approx([1.43, 0.57], abs=0.01)
     for _ in range(100):  # time does not depend on units at all
-        shares = _balanced(shares, [Report(4, 4.0), Report(4, 4.2)])
+        shares = _balanced(shares, [Contribution(4, 4.0), Contribution(4, 4.2)])
     assert shares[0] / shares[1] < 1.3
     for _ in range(100):
-        shares = _balanced(shares, [Report(4, 4.0), Report(4, 400.0)])
+        shares = _balanced(shares, [Contribution(4, 4.0), Contribution(4, 400.0)])
     assert shares[1] == 0.25
-    assert _balanced([1.2, 0.8], [Report(0, 0.0), Report(4, 1.0)]) == [1.2, 0.8]
+    assert _balanced([1.2, 0.8], [Contribution(0, 0.0), Contribution(4, 1.0)]) == [1.2, 0.8]
 
     def measured(comm: Comm) -> list[float]:
         made = trainer(comm, "ist(local_steps=2, shares=measured)")
@@ -617,7 +617,7 @@ def test_moments_have_the_dtype_that_the_optimizer_gives_them(dtype: torch.dtype
     def train(comm: Comm) -> tuple[float, float]:
         made = trainer(comm, "ist(local_steps=2)", copy.deepcopy(MLP).to(dtype), optimizer)
         losses = [made.step((x.to(dtype), y)).item() for x, y in batches(1) * 12]
-        largest = max(part.abs().max().item() for homes in made.moments.values() for part in homes.parts.values())
+        largest = max(part.abs().max().item() for homes in made.moments.values() for part in homes.shards.values())
         assert all(t.dtype == dtype for t in made.consolidate().parameters())
         return losses[-1] - losses[0], largest
 
@@ -636,7 +636,7 @@ def counted(comm: Comm, numbers: list[int]) -> tuple[list[float], dict[str, Tens
     made.num_here = made.local_steps
     made._send_home()
     with torch.no_grad():
-        return steps, own, dict(made.moments["exp_avg"].whole())
+        return steps, own, dict(made.moments["exp_avg"].gather())
 
 
 def test_adams_moments_travel_weighted_by_steps_and_its_count_goes_on() -> None:
@@ -657,7 +657,7 @@ def test_moments_begin_as_the_optimizer_has_them() -> None:
         made = trainer(comm, "ist(local_steps=1)", optimizer=adagrad)
         for batch in batches(3):
             made.step(batch) if comm.rank else made.skip_step()
-        return min(part.min().item() for part in made.moments["sum"].parts.values() if part.numel())
+        return min(part.min().item() for part in made.moments["sum"].shards.values() if part.numel())
 
     assert min(tw.simulate(least, ranks=2)) >= 0.5
 

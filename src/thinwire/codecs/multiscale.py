@@ -24,8 +24,8 @@ def multiscale(bits: int, scales: int, block: int) -> Codec:
     def encode(x: Tensor, key: int | None) -> Tensor:
         flat = x.reshape(-1)
         tops = kernels.abs_max(flat, block)
-        finest = finest_that_fits(flat, tops, scales, block)
-        codes = kernels.quantise(magnified(flat, finest), tops, levels, block, key)
+        finest = finest_scale(flat, tops, scales, block)
+        codes = kernels.quantise(magnify(flat, finest), tops, levels, block, key)
         packed = kernels.pack(codes.view(x.shape), bits), kernels.pack(finest.view(x.shape), index)
         return torch.cat([scales_to_bytes(tops, len(x)), *packed], 1)
 
@@ -33,7 +33,7 @@ def multiscale(bits: int, scales: int, block: int) -> Codec:
         sizes = [SCALE_BYTES * (width // block), width * bits // 8, width * index // 8]
         tops, codes, finest = data.split(sizes, 1)
         values = kernels.dequantise(kernels.unpack(codes, bits).reshape(-1), scales_from_bytes(tops), levels, block)
-        return magnified(values, -kernels.unpack(finest, index, signed=False).reshape(-1)).view(-1, width)
+        return magnify(values, -kernels.unpack(finest, index, signed=False).reshape(-1)).view(-1, width)
 
     return Codec(encode, decode)
 
@@ -47,7 +47,7 @@ def index_bits(scales: int) -> int:
     return (scales - 1).bit_length()
 
 
-def finest_that_fits(x: Tensor, tops: Tensor, scales: int, block: int) -> Tensor:
+def finest_scale(x: Tensor, tops: Tensor, scales: int, block: int) -> Tensor:
     """For each number, the largest j < scales with |x| ≤ 4^−j·(top of its block). Looks at x, not at what it is rounded
     to, which would make the choice depend on the rounding and the mean wrong."""
     top = tops.repeat_interleave(min(block, x.numel()))[: x.numel()]
@@ -56,6 +56,6 @@ def finest_that_fits(x: Tensor, tops: Tensor, scales: int, block: int) -> Tensor
     return torch.stack(fits).sum(0, dtype=torch.int8)
 
 
-def magnified(x: Tensor, finest: Tensor) -> Tensor:
+def magnify(x: Tensor, finest: Tensor) -> Tensor:
     """x·4^finest."""
     return torch.ldexp(x, finest.to(torch.int32) * STEP_BITS)

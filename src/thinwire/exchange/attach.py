@@ -1,4 +1,4 @@
-"""Only the gradient exchange of an ordinary DDP loop."""
+"""attach: the gradient exchange of a DDP in a loop that is not ours."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from thinwire.comm.join import beside
 from thinwire.comm.ledger import Ledger
 from thinwire.common.dtypes import refuse_unfit
 from thinwire.errors import UsageError
-from thinwire.exchange.gradients import Overlapped
-from thinwire.reducers.base import restored
+from thinwire.exchange.overlapped import Overlapped
+from thinwire.reducers.states import load_states
 from thinwire.spec import Spec, parse
 
 
 class Attached:
-    """The exchange that a DDP uses. Save its `state_dict` with the model's: without its residuals a resumed run is
-    another one. `ledger` counts what it sends; what DDP sends for itself (buffers, say) is not in it."""
+    """The exchange that a DDP uses.
+
+    Save its `state_dict` with the model's: without its residuals a resumed run is another one. `ledger` counts what it
+    sends; what DDP sends for itself (buffers, say) is not in it.
+    """
 
     def __init__(self, exchange: Overlapped, spec: str) -> None:
         self._exchange = exchange
@@ -40,7 +43,7 @@ class Attached:
             there = state.get(what)
             if there != here:
                 raise UsageError(f"the state is of {what} {there}, and this is {what} {here}; load the one that fits")
-        self._exchange.states = restored(self._exchange.states, state["reducer"])
+        self._exchange.states = load_states(self._exchange.states, state["reducer"])
 
     def _identity(self) -> dict[str, Any]:
         comm = self._exchange.comm
@@ -51,7 +54,7 @@ class Attached:
         return type(None), ()
 
     def close(self) -> None:
-        """End the communication thread and its groups; then this DDP can train no more. Else the process's end does."""
+        """End the communication thread and its groups, as the process's end does; the DDP cannot train any more."""
         self._exchange.comm.close()
 
 
@@ -78,13 +81,9 @@ def attach(
     >>> attached.close(); dist.destroy_process_group()
     """
     ddp = getattr(ddp, "_orig_mod", ddp)  # torch.compile(ddp) holds it
-    if not isinstance(ddp, DistributedDataParallel):
-        raise UsageError(f"attach: {type(ddp).__name__} given; wrap the model in DistributedDataParallel first")
+    _refuse_model(ddp)
     if not bucket_mb > 0:
         raise UsageError(f"attach: bucket_mb={bucket_mb}; possible: more than 0")
-    if getattr(ddp, "_thinwire", None) is not None:
-        raise UsageError("attach: this DDP has, or had, an exchange; it takes one for its whole life. Make a new DDP")
-    refuse_unfit(ddp.module, "attach", ddp.parameters_to_ignore)
     _refuse_strategy(parse(spec))
     reducer = registry.build("reducers", spec)
     comm = beside(ddp.process_group, next(ddp.parameters()).device)
@@ -95,11 +94,21 @@ def attach(
         comm.close()
         raise UsageError(f"attach: DDP refuses ({str(error).splitlines()[0]}); attach before any other hook") from error
     attached = Attached(exchange, str(parse(spec)))
-    ddp._thinwire = attached  # type: ignore[assignment]  # lives as long as the DDP, whose hook does not keep it
+    ddp._thinwire = attached  # lives as long as the DDP, whose hook does not keep it
     return attached
 
 
+def _refuse_model(ddp: Any) -> None:
+    """Raise UsageError for what is no DDP, or one that cannot be attached to."""
+    if not isinstance(ddp, DistributedDataParallel):
+        raise UsageError(f"attach: {type(ddp).__name__} given; wrap the model in DistributedDataParallel first")
+    if getattr(ddp, "_thinwire", None) is not None:
+        raise UsageError("attach: this DDP has, or had, an exchange; it takes one for its whole life. Make a new DDP")
+    refuse_unfit(ddp.module, "attach", ddp.parameters_to_ignore)
+
+
 def _refuse_strategy(spec: Spec) -> None:
+    """Raise UsageError for the name of a strategy, which is no reducer."""
     if spec.name not in registry.TABLE["strategies"]:
         return
     reducer = spec.options.get("reducer") if spec.name == "data_parallel" else None

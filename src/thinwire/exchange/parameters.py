@@ -1,17 +1,23 @@
-"""Parameters of ranks brought together now and then, at once or while training goes on.
+"""Parameters averaged over ranks now and then, at once or in the background.
 
-What travels is how far a rank has moved since the ranks last agreed, so any reducer can carry it:
+Three vectors hold all parameters, flattened:
 
-    start   sent ← x;  moved = reduce(agreed − sent), on a thread of its own
+    agreed   what all ranks held in common last
+    sent     this rank's parameters x when the exchange in flight was started: a private copy, so x may go on
+    moved    agreed − sent, how far this rank has moved; after the exchange, the mean of that over ranks
+
+What travels is `moved`, which any reducer can average:
+
+    start   sent ← x;  moved ← reduce(agreed − sent)
     merge   agreed ← agreed − outer(moved);  x ← agreed + (x − sent)
 
-`sent` is a private copy, so x may go on. What was learned since then is in x − sent, and kept. Where ranks form nodes,
-one of each node speaks for it, and passes on what it was told.
+What was learned since the start is in x − sent, and kept. Where ranks form nodes, one rank of each node, its leader,
+exchanges with the leaders of the others, and broadcasts the result inside its node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +25,12 @@ from torch import Tensor, nn
 
 from thinwire.comm.background import BackgroundWork
 from thinwire.comm.base import Comm, coalesced
-from thinwire.common.dtypes import as_reals, is_averaged
-from thinwire.errors import RunError, UsageError
-from thinwire.reducers.base import Named, Reducer, restored
+from thinwire.common.dtypes import is_averaged
+from thinwire.common.tensors import flatten, named_persistent_buffers, unflatten
+from thinwire.errors import RunError
+from thinwire.exchange.fragments import Fragment, make_fragments
+from thinwire.reducers.base import Named, Reducer
+from thinwire.reducers.states import load_states
 
 Merge = Callable[[Tensor, Tensor, Tensor], Any]  # (x, sent, agreed): changes x
 
@@ -33,53 +42,40 @@ class Outer(NamedTuple):
     momentum: float = 0.0
 
 
-class Flight(NamedTuple):
-    """A fragment on its way."""
+class InFlight(NamedTuple):
+    """An exchange of one fragment that was started and not yet merged."""
 
     fragment: int
-    work: BackgroundWork[None] | None  # none if it has arrived
-
-
-class Fragment(NamedTuple):
-    """Some parameters, and where they are when all lie end to end."""
-
-    parameters: list[nn.Parameter]
-    names: list[str]
-    place: slice
-
-    @property
-    def x(self) -> list[Tensor]:
-        """The parameters as they are now, complex ones as pairs of real numbers."""
-        return [as_reals(p.detach()) if p.is_complex() else p for p in self.parameters]
+    work: BackgroundWork[None] | None  # None if its result is there
 
 
 class ParameterAverager:
-    """A model's parameters, averaged over a group in fragments of which one at a time is on its way.
+    """A model's parameters, averaged over a group in fragments, of which one at a time is in flight.
 
-    Buffers that are floating-point and part of the model's state (BatchNorm's statistics) go with the last fragment,
-    exactly and without outer step. Optimizers are left alone: momentum is each rank's own.
+    Persistent buffers of floating-point numbers (BatchNorm's statistics) go with the last fragment, exactly and
+    without outer step. Optimizers are left alone: momentum is each rank's own.
     """
 
     def __init__(
         self, model: nn.Module, reducer: Reducer, comm: Comm, fragments: int = 1, outer: Outer = Outer(),
         node: Comm | None = None, weight: float = 1.0,
     ) -> None:  # fmt: skip
-        self.comm = comm  # those that speak to each other
-        self.node = node  # those that one of them speaks for
+        self.comm = comm  # all ranks or, with nodes, the leaders
+        self.node = node  # the ranks of this node
         self.reducer = reducer
         self.outer = outer
         self.weight = weight  # of this rank, or node, in the mean; 1 on average
         self.model = model
-        self.fragments = _fragments(model, fragments)
-        self.agreed = _end_to_end([p for fragment in self.fragments for p in fragment.x])
+        self.fragments = make_fragments(model, fragments)
+        self.agreed = _flat_copy([p for fragment in self.fragments for p in fragment.x])
         self.sent, self.moved = torch.empty_like(self.agreed), torch.zeros_like(self.agreed)
-        self.parts_sent = [_parts(self.sent[fragment.place], fragment.x) for fragment in self.fragments]
-        self.parts_moved = [_parts(self.moved[fragment.place], fragment.x) for fragment in self.fragments]
-        self.buffers_sent: list[Tensor] = []  # with the fragment under way, if it is the last one
+        self._sent_views = [unflatten(self.sent[fragment.place], fragment.x) for fragment in self.fragments]
+        self._moved_views = [unflatten(self.moved[fragment.place], fragment.x) for fragment in self.fragments]
+        self.buffers_sent: list[Tensor] = []  # if the fragment in flight is the last one
         self.buffers_mean: list[Tensor] = []
         self.momentum = torch.zeros_like(self.agreed) if outer.momentum else self.agreed[:0]
-        self.states = [reducer.init(self._given(number)) for number in range(fragments)]
-        self.flight: Flight | None = None
+        self.states = [reducer.init(self._named_movements(number)) for number in range(fragments)]
+        self.in_flight: InFlight | None = None
 
     @property
     def names(self) -> list[str]:
@@ -87,31 +83,32 @@ class ParameterAverager:
         return [name for fragment in self.fragments for name in fragment.names]
 
     @torch.no_grad()
-    def start(self, number: int = 0, speaker: int = 0, apart: bool = False, beside: bool = True) -> None:
-        """Keep a fragment as it is now, and exchange it: beside what comes next, or at once.
+    def start(self, number: int = 0, leader: int = 0, average_node: bool = False, in_background: bool = True) -> None:
+        """Copy a fragment as it is now and exchange it, in the background or at once.
 
-        `speaker` is the rank of the node that does; `apart` says that others may differ, and count too.
+        `leader` is the rank of the node that exchanges with other nodes: its own parameters, or with `average_node`
+        the mean of the node's ranks, for when they differ.
         """
-        assert self.flight is None, "one fragment at a time"
-        torch._foreach_copy_(self.parts_sent[number], self.fragments[number].x)
-        last = number == len(self.fragments) - 1
-        self.buffers_sent = [b.clone() for b in averaged_buffers(self.model)] if last else []
+        assert self.in_flight is None, "one fragment at a time"
+        torch._foreach_copy_(self._sent_views[number], self.fragments[number].x)
+        is_last = number == len(self.fragments) - 1
+        self.buffers_sent = [b.clone() for b in averaged_buffers(self.model)] if is_last else []
         self.buffers_mean = [b.clone() for b in self.buffers_sent]
         work = None
-        if beside:
+        if in_background:
             group = self.node or self.comm
-            work = group.in_background(lambda: self._exchange(number, speaker, apart), self.sent.device)
+            work = group.in_background(lambda: self._exchange(number, leader, average_node), self.sent.device)
         else:
-            self._exchange(number, speaker, apart)
-        self.flight = Flight(number, work)
+            self._exchange(number, leader, average_node)
+        self.in_flight = InFlight(number, work)
 
     @torch.no_grad()
     def merge(self, merge: Merge | None = None) -> None:
-        """Wait for what is under way; move the agreed parameters, and this rank's with them."""
-        number = self._arrived()
+        """Wait for the exchange in flight; move the agreed parameters, and this rank's with them."""
+        number = self._wait_for_result()
         fragment = self.fragments[number]
         self._step(fragment)
-        now = self.parts_moved[number]  # nobody needs what is in there any more
+        now = self._moved_views[number]  # `moved` is not needed any more: its memory holds x meanwhile
         torch._foreach_copy_(now, fragment.x)
         place = fragment.place
         (merge or keep_progress)(self.moved[place], self.sent[place], self.agreed[place])
@@ -119,14 +116,14 @@ class ParameterAverager:
         buffers = averaged_buffers(self.model) if self.buffers_mean else []
         for buffer, sent, mean in zip(buffers, self.buffers_sent, self.buffers_mean, strict=True):
             buffer.copy_(torch.where(buffer == sent, mean, mean + (buffer - sent)))  # so infinite ones stay
-        self.flight = None
+        self.in_flight = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, once what is under way has come; it is merged when its time comes, as if nobody had looked."""
-        flight = None if self.flight is None else self._arrived()
-        place = slice(0) if flight is None else self.fragments[flight].place
+        """Everything, once the exchange in flight has its result. It is not merged: that would change the run."""
+        in_flight = None if self.in_flight is None else self._wait_for_result()
+        place = slice(0) if in_flight is None else self.fragments[in_flight].place
         return {
-            "agreed": self.agreed, "momentum": self.momentum, "reducer": self.states, "flight": flight,
+            "agreed": self.agreed, "momentum": self.momentum, "reducer": self.states, "flight": in_flight,
             "sent": self.sent[place], "moved": self.moved[place],
             "buffers_sent": self.buffers_sent, "buffers_mean": self.buffers_mean,
         }  # fmt: skip
@@ -134,43 +131,43 @@ class ParameterAverager:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state."""
-        if self.flight is not None:
-            self._arrived()
+        if self.in_flight is not None:
+            self._wait_for_result()
         if any(state[name].shape != getattr(self, name).shape for name in ("agreed", "momentum")):
             raise RunError("the saved state is of another model, or of other outer options; use the same ones")
-        self.states = restored(self.states, state["reducer"])
+        self.states = load_states(self.states, state["reducer"])
         self.agreed.copy_(state["agreed"])
         self.momentum.copy_(state["momentum"])
-        self.flight = None if state["flight"] is None else Flight(state["flight"], None)
-        if self.flight is not None:
-            place = self.fragments[self.flight.fragment].place
+        self.in_flight = None if state["flight"] is None else InFlight(state["flight"], None)
+        if self.in_flight is not None:
+            place = self.fragments[self.in_flight.fragment].place
             self.sent[place], self.moved[place] = state["sent"], state["moved"]
             for name in ("buffers_sent", "buffers_mean"):
                 setattr(self, name, [b.to(self.agreed.device, copy=True) for b in state[name]])
 
-    def _arrived(self) -> int:
-        """The number of the fragment that is under way, once it has arrived."""
-        assert self.flight is not None, "nothing is on its way"
-        if self.flight.work is not None:
-            self.flight.work.wait()
-        return self.flight.fragment
+    def _wait_for_result(self) -> int:
+        """Wait for the exchange in flight; returns the number of its fragment."""
+        assert self.in_flight is not None, "no exchange was started"
+        if self.in_flight.work is not None:
+            self.in_flight.work.wait()
+        return self.in_flight.fragment
 
     @torch.no_grad()
-    def _exchange(self, number: int, speaker: int, apart: bool) -> None:
+    def _exchange(self, number: int, leader: int, average_node: bool) -> None:
         place = self.fragments[number].place
         moved = torch.sub(self.agreed[place], self.sent[place], out=self.moved[place])
         if self.node is None:
             self._reduce(number)
             return
         node = self.node
-        coalesced([*self.buffers_mean, *([moved] if apart else [])], node.mean)
-        if node.rank == speaker:
+        coalesced([*self.buffers_mean, *([moved] if average_node else [])], node.mean)
+        if node.rank == leader:
             self._reduce(number)
-        coalesced([*self.buffers_mean, moved], lambda flat: node.broadcast(flat, speaker))
+        coalesced([*self.buffers_mean, moved], lambda flat: node.broadcast(flat, leader))
 
     def _reduce(self, number: int) -> None:
         """Parameters by the reducer, buffers exactly."""
-        given = self._given(number)
+        given = self._named_movements(number)
         if self.weight != 1:
             torch._foreach_mul_([*given.values(), *self.buffers_mean], self.weight)
         reduced = self.reducer.reduce(given, self.states[number], self.comm)
@@ -187,68 +184,24 @@ class ParameterAverager:
             momentum = self.momentum[fragment.place].mul_(decay).add_(moved)
             agreed.add_(momentum, alpha=-lr * decay)
 
-    def _given(self, number: int) -> Named:
-        """A fragment's parameters, as reducers see their movements."""
-        return dict(zip(self.fragments[number].names, self.parts_moved[number], strict=True))
+    def _named_movements(self, number: int) -> Named:
+        """Views of a fragment's movement, by parameter."""
+        return dict(zip(self.fragments[number].names, self._moved_views[number], strict=True))
 
 
 def keep_progress(x: Tensor, sent: Tensor, agreed: Tensor) -> None:
-    """x ← agreed + (x − sent): what was learned while the exchange was under way is kept whole.
+    """x ← agreed + (x − sent): what was learned while the exchange was in flight is kept whole.
 
     Where nothing was, x is exactly what all ranks agreed on.
     """
     x.sub_(sent).add_(agreed)
 
 
-def cut(parameters: Named, fragments: int) -> list[list[str]]:
-    """Parameters in order, in fragments of about equal size.
-
-    >>> cut({"a": torch.zeros(3), "b": torch.zeros(1), "c": torch.zeros(4)}, 2)
-    [['a', 'b'], ['c']]
-    """
-    if fragments > len(parameters):
-        raise UsageError(f"fragments={fragments}, but the model has {len(parameters)} parameter tensors to share out")
-    parts: list[list[str]] = [[]]
-    total, done = sum(t.numel() for t in parameters.values()), 0
-    for i, (name, t) in enumerate(parameters.items()):
-        full = done + t.numel() / 2 > total * len(parts) / fragments
-        needed = len(parameters) - i <= fragments - len(parts)
-        if parts[-1] and len(parts) < fragments and (full or needed):
-            parts.append([])
-        parts[-1].append(name)
-        done += t.numel()
-    return parts
-
-
 def averaged_buffers(model: nn.Module) -> list[Tensor]:
-    """Those that are kept and of floating-point or complex numbers; others are counters."""
-    return [b for b in kept_buffers(model) if is_averaged(b)]
+    """Persistent buffers of floating-point or complex numbers; others are counters."""
+    return [b for b in named_persistent_buffers(model).values() if is_averaged(b)]
 
 
-def kept_buffers(model: nn.Module) -> list[Tensor]:
-    """Buffers that are part of the model's state; the others are caches that every rank computes for itself."""
-    state = model.state_dict()
-    return [b for name, b in model.named_buffers() if name in state]
-
-
-def _fragments(model: nn.Module, number: int) -> list[Fragment]:
-    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    found, begin = [], 0
-    for names in cut(dict(parameters), number):
-        fragment = Fragment([parameters[name] for name in names], names, slice(0))
-        end = begin + sum(x.numel() for x in fragment.x)
-        found.append(fragment._replace(place=slice(begin, end)))
-        begin = end
-    return found
-
-
-def _end_to_end(tensors: Sequence[Tensor]) -> Tensor:
+def _flat_copy(tensors: list[Tensor]) -> Tensor:
     """A copy in float32 or, if any is, float64."""
-    dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-    return torch.cat([t.detach().reshape(-1).to(dtype) for t in tensors])
-
-
-def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors that lie end to end, in place."""
-    parts = flat.split([t.numel() for t in like])
-    return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]
+    return flatten(tensors, torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32)

@@ -31,9 +31,7 @@ def quantise_randomly(x: Tensor, inverse: Tensor, hashes: Tensor, levels: int, o
 
 
 @_compiled
-def _quantise_randomly(
-    x: Tensor, inverse: Tensor, hashes: Tensor, positions: Tensor, levels: Any, out: Tensor
-) -> None:
+def _quantise_randomly(x: Tensor, inverse: Tensor, hashes: Tensor, positions: Tensor, levels: Any, out: Tensor) -> None:
     dither = ((positions ^ hashes[:, None]) * MULTIPLIER) * DITHER
     out.copy_((dither + x * inverse[:, None]).round().clamp(-levels, levels))
 

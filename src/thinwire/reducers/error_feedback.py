@@ -1,4 +1,4 @@
-"""Nothing is lost, only late."""
+"""What one step loses is sent in the next."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 from thinwire import kernels
 from thinwire.comm.base import Comm
 from thinwire.errors import UsageError
-from thinwire.reducers.base import Named, Reduced, Reducer, State, contracting, nested, part_of
+from thinwire.reducers.base import Named, Reduced, Reducer, ReducerState
+from thinwire.reducers.states import add_prefix, select_prefix
 
 
 def error_feedback(
@@ -41,25 +42,28 @@ def error_feedback(
             "error_feedback: inner keeps what it loses itself, as powersgd does; feedback around it would count that "
             "twice; use it alone"
         )
-    inner = contracting(inner)
+    return _with_feedback(inner.contracting or inner)
 
-    def init(tensors: Named) -> State:
+
+def _with_feedback(inner: Reducer) -> Reducer:
+
+    def init(tensors: Named) -> ReducerState:
         residuals = {name: torch.zeros_like(t, dtype=torch.float32) for name, t in tensors.items()}
-        return {**nested(residuals, "residual"), **nested(inner.init(tensors), "inner")}
+        return {**add_prefix(residuals, "residual"), **add_prefix(inner.init(tensors), "inner")}
 
-    def reduce(tensors: Named, state: State, comm: Comm) -> Reduced:
-        residual = part_of(state, "residual")
-        wanted = {name: t.detach().float() + residual[name] for name, t in tensors.items()}
-        out = inner.reduce(wanted, part_of(state, "inner"), comm)
+    def reduce(tensors: Named, state: ReducerState, comm: Comm) -> Reduced:
+        residual = select_prefix(state, "residual")
+        corrected = {name: t.detach().float() + residual[name] for name, t in tensors.items()}  # gᵢ + eᵢ
+        out = inner.reduce(corrected, select_prefix(state, "inner"), comm)
         mean = {name: out.mean[name].to(t.dtype) for name, t in tensors.items()}
         if not _all_finite(mean):
-            return Reduced(mean, lambda: wanted, state)
-        error = out.error()
+            return Reduced(mean, lambda: corrected, state)
+        error = out.error()  # the next eᵢ
         for name, t in tensors.items():
             if t.dtype != torch.float32:  # what was lost in giving the result its type
                 error[name] += out.mean[name] - mean[name].float()
-        kept = {**nested(error, "residual"), **nested(out.state, "inner")}
-        return Reduced(mean, lambda: {name: error[name] - residual[name] for name in tensors}, kept)
+        new_state = {**add_prefix(error, "residual"), **add_prefix(out.state, "inner")}
+        return Reduced(mean, lambda: {name: error[name] - residual[name] for name in tensors}, new_state)
 
     return Reducer(init, reduce, keeps_errors=True)
 

@@ -12,8 +12,10 @@ from thinwire import kernels
 from thinwire.comm.base import Comm
 from thinwire.errors import UsageError
 from thinwire.kernels.hashing import uniform
-from thinwire.reducers.base import Averaged, Draw, Reducer, State, contracting, nested, on_vectors, part_of
+from thinwire.reducers.base import Reducer, ReducerState
 from thinwire.reducers.mean import mean
+from thinwire.reducers.states import add_prefix, select_prefix
+from thinwire.reducers.vectors import Averaged, Randomness, on_vectors
 
 
 def global_randk(
@@ -41,25 +43,31 @@ def global_randk(
             "global_randk: coordinates change, so inner must not keep errors; put error_feedback around it"
         )
 
-    def init(x: Tensor) -> State:
-        return nested(inner.init({"chosen": x.new_zeros(num_chosen(x.numel(), ratio) + 1)}), "inner")
+    def init(x: Tensor) -> ReducerState:
+        return add_prefix(inner.init({"chosen": x.new_zeros(num_chosen(x.numel(), ratio) + 1)}), "inner")
 
-    def average(x: Tensor, draw: Draw, state: State, comm: Comm) -> Averaged:
-        chosen, sizes = chosen_coordinates(x.numel(), num_chosen(x.numel(), ratio), draw.key(), x.device)
-        weights = sizes if draw.unbiased else torch.ones_like(sizes)
-        using = inner if draw.unbiased else contracting(inner)
-        alarm = torch.where(kernels.all_finite(x), 0.0, torch.nan).view(1)
-        name = f"chosen in {draw.number}"  # another one in every bucket and step, for other random numbers
-        out = using.reduce({name: torch.cat([x[chosen] * weights, alarm])}, part_of(state, "inner"), comm)
-        values, alarm = out.mean[name].split([len(chosen), 1])
-        result = torch.zeros_like(x).index_copy_(0, chosen, values) + alarm * 0
-
-        def error() -> Tensor:
-            return x.index_copy(0, chosen, x[chosen] * (1 - weights) + out.error()[name][:-1])
-
-        return Averaged(result, error, nested(out.state, "inner"))
+    def average(x: Tensor, randomness: Randomness, state: ReducerState, comm: Comm) -> Averaged:
+        return _average_chosen(x, ratio, inner, randomness, state, comm)
 
     return on_vectors(average, init)
+
+
+def _average_chosen(
+    x: Tensor, ratio: float, inner: Reducer, randomness: Randomness, state: ReducerState, comm: Comm
+) -> Averaged:
+    chosen, sizes = chosen_coordinates(x.numel(), num_chosen(x.numel(), ratio), randomness.key(), x.device)
+    weights = sizes if randomness.unbiased else torch.ones_like(sizes)
+    reducer = inner if randomness.unbiased else inner.contracting or inner
+    alarm = torch.where(kernels.all_finite(x), 0.0, torch.nan).view(1)
+    name = f"chosen in {randomness.seed}"  # another one in every bucket and step, for other random numbers
+    out = reducer.reduce({name: torch.cat([x[chosen] * weights, alarm])}, select_prefix(state, "inner"), comm)
+    values, alarm = out.mean[name].split([len(chosen), 1])
+    result = torch.zeros_like(x).index_copy_(0, chosen, values) + alarm * 0
+
+    def error() -> Tensor:
+        return x.index_copy(0, chosen, x[chosen] * (1 - weights) + out.error()[name][:-1])
+
+    return Averaged(result, error, add_prefix(out.state, "inner"))
 
 
 def num_chosen(count: int, ratio: float) -> int:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.base import Comm
-from thinwire.reducers.base import Averaged, Draw, Reducer, State, on_vectors
+from thinwire.reducers.base import Reducer, ReducerState
+from thinwire.reducers.vectors import Averaged, Randomness, on_vectors
 
 
 def fp16() -> Reducer:
@@ -32,7 +33,7 @@ def bf16() -> Reducer:
 
 
 def _half(dtype: torch.dtype) -> Reducer:
-    def average(x: Tensor, draw: Draw, state: State, comm: Comm) -> Averaged:
+    def average(x: Tensor, randomness: Randomness, state: ReducerState, comm: Comm) -> Averaged:
         sent = (x / comm.size).to(dtype)  # before the sum, which then cannot overflow
         return Averaged(comm.sum(sent).float(), lambda: x - sent.float() * comm.size)
 

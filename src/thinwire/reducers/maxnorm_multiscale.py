@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.codecs.multiscale import finest_that_fits, index_bits, magnified, multiscale
+from thinwire.codecs.multiscale import finest_scale, index_bits, magnify, multiscale
 from thinwire.comm.base import Comm
-from thinwire.common.messages import say
-from thinwire.reducers.base import Averaged, Block, Draw, Reducer, State, on_vectors
-from thinwire.reducers.maxnorm import BLOCKS, FEWEST_LEVELS, shared_scales, sum_levels
-from thinwire.reducers.owners import coded_mean, combined
+from thinwire.reducers.base import Block, Reducer, ReducerState
+from thinwire.reducers.maxnorm import BLOCKS, can_sum_codes, shared_scales, sum_levels
+from thinwire.reducers.owners import coded_mean, combine_codes
+from thinwire.reducers.vectors import Averaged, Randomness, on_vectors
 
 
 def maxnorm_multiscale(
@@ -34,31 +33,27 @@ def maxnorm_multiscale(
 
     Vineeth S., "Quantization for Distributed Optimization", 2021.
     """
-
     block = block or BLOCKS[bits]
 
-    def average(x: Tensor, draw: Draw, state: State, comm: Comm) -> Averaged:
-        levels = sum_levels(comm.size)
-        if bits < 8 or levels < FEWEST_LEVELS:
-            if bits == 8:
-                say(
-                    f"maxnorm_multiscale: sums of {comm.size} ranks leave {levels} levels in 8 bits; packing words",
-                    comm.rank,
-                    once=True,
-                )
-            return coded_mean(x, lambda even: multiscale(bits, scales, even), block, draw, comm)
-        tops = shared_scales(x, block, comm)
-        fits = finest_that_fits(x, tops, scales, block)
-        finest = combined(fits, index_bits(scales), _smallest, index_bits(scales), comm, signed=False)
-        large = magnified(x, finest)
-        codes = kernels.quantise(large, tops, levels, block, draw.rounding(comm.rank))
-        mean = kernels.dequantise(comm.sum(codes), tops, levels * comm.size, block)
-        return Averaged(
-            magnified(mean, -finest), lambda: magnified(kernels.quantisation_error(large, codes, tops, levels, block), -finest)
-        )
+    def average(x: Tensor, randomness: Randomness, state: ReducerState, comm: Comm) -> Averaged:
+        if not can_sum_codes(bits, comm, "maxnorm_multiscale"):
+            return coded_mean(x, lambda even: multiscale(bits, scales, even), block, randomness, comm)
+        return _summed_mean(x, scales, block, randomness, comm)
 
     return on_vectors(average)
 
 
-def _smallest(indices: Tensor) -> Tensor:
-    return torch.amin(indices, 0)
+def _summed_mean(x: Tensor, num_scales: int, block: int, randomness: Randomness, comm: Comm) -> Averaged:
+    levels = sum_levels(comm.size)
+    tops = shared_scales(x, block, comm)  # M of each block
+    fits = finest_scale(x, tops, num_scales, block)
+    bits = index_bits(num_scales)
+    finest = combine_codes(fits, bits, lambda indices: indices.amin(0), bits, comm, signed=False)  # j of each element
+    magnified = magnify(x, finest)  # 4ʲ·gᵢ
+    codes = kernels.quantise(magnified, tops, levels, block, randomness.rounding_key(comm.rank))
+    mean = kernels.dequantise(comm.sum(codes), tops, levels * comm.size, block)
+
+    def error() -> Tensor:
+        return magnify(kernels.quantisation_error(magnified, codes, tops, levels, block), -finest)
+
+    return Averaged(magnify(mean, -finest), error)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 from thinwire.comm.base import Comm
-from thinwire.reducers.base import Named, Reduced, Reducer, State, in_order, nothing_lost
+from thinwire.common.tensors import flatten, unflatten
+from thinwire.reducers.base import Named, Reduced, Reducer, ReducerState, ordered_like, zero_error
 
 
 def mean() -> Reducer:
@@ -23,16 +22,15 @@ def mean() -> Reducer:
     [[0.5, 0.5], [0.5, 0.5]]
     """
 
-    def init(tensors: Named) -> State:
+    def init(tensors: Named) -> ReducerState:
         return {}
 
-    def reduce(tensors: Named, state: State, comm: Comm) -> Reduced:
+    def reduce(tensors: Named, state: ReducerState, comm: Comm) -> Reduced:
         out: Named = {}
         for dtype in dict.fromkeys(t.dtype for t in tensors.values()):
             same = {name: t for name, t in tensors.items() if t.dtype == dtype}
-            flat = comm.mean(torch.cat([t.reshape(-1) for t in same.values()]))
-            parts = flat.split([t.numel() for t in same.values()])
-            out |= {name: part.view(t.shape) for (name, t), part in zip(same.items(), parts, strict=True)}
-        return Reduced(in_order(out, tensors), nothing_lost(tensors), state)
+            flat = comm.mean(flatten(same.values()))
+            out |= zip(same, unflatten(flat, same.values()), strict=True)
+        return Reduced(ordered_like(out, tensors), zero_error(tensors), state)
 
     return Reducer(init, reduce)

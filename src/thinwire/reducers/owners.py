@@ -1,5 +1,7 @@
-"""An all-reduce of words that cannot be summed: every rank owns a part, combines all ranks' words of it, and hands it
-round. The traffic of a ring (2(n−1)/n of the payload, if as many bits go back), with as few bits a word as one likes.
+"""An all-reduce of packed words that cannot be summed on the wire.
+
+Every rank owns a part of the vector: it receives all ranks' words of that part (all_to_all), combines them, and sends
+the result to all (all_gather). The traffic is that of a ring, 2(n−1)/n of the payload if as many bits go back.
 """
 
 from __future__ import annotations
@@ -13,22 +15,24 @@ from torch.nn.functional import pad
 from thinwire import kernels
 from thinwire.codecs.base import Codec, even_blocks
 from thinwire.comm.base import Comm
-from thinwire.reducers.base import Averaged, Draw
+from thinwire.reducers.vectors import Averaged, Randomness
 
 
-def coded_mean(x: Tensor, make_codec: Callable[[int], Codec], block: int, draw: Draw, comm: Comm) -> Averaged:
+def coded_mean(
+    x: Tensor, make_codec: Callable[[int], Codec], block: int, randomness: Randomness, comm: Comm
+) -> Averaged:
     """Mean of vectors that travel as a codec's words: to their owners, whose means in float32 come back as words.
 
-    The owner answers for what its own rounding of the mean lost: n times that is part of its error.
+    What the owner's rounding of the mean loses, times n, is part of the owner's error.
     """
     width = part_width(x.numel(), comm.size)
     block = even_blocks(width, block)
     codec = make_codec(block)
     width = -(-width // block) * block
     given = pad(x, (0, comm.size * width - x.numel())).view(comm.size, width)
-    words = codec.encode(given, draw.rounding(comm.rank, 1))
+    words = codec.encode(given, randomness.rounding_key(comm.rank, 1))
     mine = codec.decode(torch.stack(comm.all_to_all(words.unbind())), width).sum(0, keepdim=True).div_(comm.size)
-    word = codec.encode(mine, draw.rounding(comm.rank, 2))
+    word = codec.encode(mine, randomness.rounding_key(comm.rank, 2))
     means = codec.decode(torch.stack(comm.all_gather(word[0])), width)
 
     def error() -> Tensor:
@@ -39,7 +43,7 @@ def coded_mean(x: Tensor, make_codec: Callable[[int], Codec], block: int, draw: 
     return Averaged(means.view(-1)[: x.numel()], error)
 
 
-def combined(
+def combine_codes(
     codes: Tensor, bits: int, combine: Callable[[Tensor], Tensor], bits_back: int, comm: Comm, signed: bool = True
 ) -> Tensor:
     """For each element, `combine` (one row for each rank → one row) of all ranks' small whole numbers, exactly."""

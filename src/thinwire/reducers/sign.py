@@ -8,8 +8,9 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.comm.base import Comm
 from thinwire.kernels.hashing import uniform
-from thinwire.reducers.base import Averaged, Block, Draw, Reducer, State, on_vectors
-from thinwire.reducers.owners import combined
+from thinwire.reducers.base import Block, Reducer, ReducerState
+from thinwire.reducers.owners import combine_codes
+from thinwire.reducers.vectors import Averaged, Randomness, on_vectors
 
 
 def sign(
@@ -26,7 +27,7 @@ def sign(
     Bernstein et al., "signSGD with Majority Vote is Communication Efficient and Fault Tolerant", ICLR 2019.
     """
 
-    def average(x: Tensor, draw: Draw, state: State, comm: Comm) -> Averaged:
+    def average(x: Tensor, randomness: Randomness, state: ReducerState, comm: Comm) -> Averaged:
         width = min(block, x.numel())
         count = kernels.num_blocks(x.numel(), width)
         filled = torch.nn.functional.pad(x.abs(), (0, count * width - x.numel())).view(count, width).sum(1)
@@ -37,10 +38,10 @@ def sign(
 
         def majority(votes: Tensor) -> Tensor:
             against = 2 * votes.sum(0) - comm.size
-            coin = uniform(votes.shape[1], draw.key(comm.rank), x.device) < 0.5
+            coin = uniform(votes.shape[1], randomness.key(comm.rank), x.device) < 0.5
             return torch.where(against == 0, coin, against > 0).to(torch.int8)
 
-        voted = combined(negative, 1, majority, 1, comm, signed=False)
+        voted = combine_codes(negative, 1, majority, 1, comm, signed=False)
         mean = kernels.dequantise(1 - 2 * voted, size, 1, width)
         return Averaged(mean, lambda: kernels.quantisation_error(x, 1 - 2 * negative, size, 1, width))
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.comm.base import Comm
-from thinwire.reducers.base import Averaged, Block, Draw, Reducer, State, on_vectors
-from thinwire.reducers.owners import combined
+from thinwire.reducers.base import Block, Reducer, ReducerState
+from thinwire.reducers.owners import combine_codes
+from thinwire.reducers.vectors import Averaged, Randomness, on_vectors
 
 
 def terngrad(
@@ -29,17 +30,17 @@ def terngrad(
     Wen et al., "TernGrad", NeurIPS 2017.
     """
 
-    def average(x: Tensor, draw: Draw, state: State, comm: Comm) -> Averaged:
+    def average(x: Tensor, randomness: Randomness, state: ReducerState, comm: Comm) -> Averaged:
         largest = kernels.abs_max(x, block)
         if clip is not None:
             clipped = torch.minimum(largest, clip * _rms(x, largest, block)).nan_to_num(torch.inf)
             largest = kernels.clamp_scales(clipped)
         scales = comm.max(largest)
         scales = torch.where(scales < torch.inf, scales, torch.nan)
-        codes = kernels.quantise(x, scales, 1, block, draw.rounding(comm.rank))
+        codes = kernels.quantise(x, scales, 1, block, randomness.rounding_key(comm.rank))
         back = 4 if comm.size <= 7 else 8 if comm.size <= 127 else 16
         number = torch.int8 if back <= 8 else torch.int16
-        total = combined(codes, 2, lambda rows: rows.sum(0, dtype=number), back, comm)
+        total = combine_codes(codes, 2, lambda rows: rows.sum(0, dtype=number), back, comm)
         mean = kernels.dequantise(total, scales, comm.size, block)
         return Averaged(mean, lambda: kernels.quantisation_error(x, codes, scales, 1, block))
 

@@ -1,4 +1,4 @@
-"""The largest coordinates of each rank: what does not sum."""
+"""The largest coordinates of each rank, which cannot be summed on the wire."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pydantic import Field
 from torch import Tensor
 
 from thinwire.comm.base import Comm
-from thinwire.reducers.base import Averaged, Draw, Reducer, State, on_vectors
+from thinwire.reducers.base import Reducer, ReducerState
+from thinwire.reducers.vectors import Averaged, Randomness, on_vectors
 
 
 def topk(
@@ -17,7 +18,7 @@ def topk(
 ) -> Reducer:
     """Each rank sends its K largest coordinates, with their indices, to all others.
 
-    out = (1/n)·Σᵢ topK(gᵢ). The places differ between ranks, so nothing can be summed on the way, and traffic grows
+    out = (1/n)·Σᵢ topK(gᵢ). The indices differ between ranks, so nothing can be summed on the way, and traffic grows
     with n: wire bytes per rank (n−1)·8K, K = max(1, round(ratio·P)). What is not sent is the error, for
     error_feedback to keep.
 
@@ -26,13 +27,13 @@ def topk(
     Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017.
     """
 
-    def average(x: Tensor, draw: Draw, state: State, comm: Comm) -> Averaged:
+    def average(x: Tensor, randomness: Randomness, state: ReducerState, comm: Comm) -> Averaged:
         count = min(x.numel(), max(1, round(ratio * x.numel())))
-        places = x.abs().topk(count, sorted=False).indices
-        packed = torch.cat([x[places].view(torch.int32), places.to(torch.int32)])
+        indices = x.abs().topk(count, sorted=False).indices
+        packed = torch.cat([x[indices].view(torch.int32), indices.to(torch.int32)])
         total = torch.zeros_like(x)
         for part in comm.all_gather(packed):  # one rank after the other: the order of sums is the same everywhere
             total.index_add_(0, part[count:].long(), part[:count].view(torch.float32))
-        return Averaged(total.div_(comm.size), lambda: x.index_fill(0, places, 0.0))
+        return Averaged(total.div_(comm.size), lambda: x.index_fill(0, indices, 0.0))
 
     return on_vectors(average)

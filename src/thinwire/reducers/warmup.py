@@ -8,8 +8,9 @@ import torch
 from pydantic import Field
 
 from thinwire.comm.base import Comm
-from thinwire.reducers.base import Named, Reduced, Reducer, State, nested, part_of
+from thinwire.reducers.base import Named, Reduced, Reducer, ReducerState
 from thinwire.reducers.mean import mean
+from thinwire.reducers.states import add_prefix, select_prefix
 
 
 def warmup(
@@ -23,14 +24,14 @@ def warmup(
     Wire: 32 bits per element at first, then as `inner`.
     """
 
-    def init(tensors: Named) -> State:
-        return {"step": torch.zeros((), dtype=torch.int64), **nested(inner.init(tensors), "inner")}
+    def init(tensors: Named) -> ReducerState:
+        return {"step": torch.zeros((), dtype=torch.int64), **add_prefix(inner.init(tensors), "inner")}
 
-    def reduce(tensors: Named, state: State, comm: Comm) -> Reduced:
+    def reduce(tensors: Named, state: ReducerState, comm: Comm) -> Reduced:
         step = int(state["step"])
-        now = mean().reduce if step < steps else inner.reduce
-        out = now(tensors, part_of(state, "inner"), comm)
-        return out._replace(state={"step": torch.tensor(step + 1), **nested(out.state, "inner")})
+        reduce_now = mean().reduce if step < steps else inner.reduce
+        out = reduce_now(tensors, select_prefix(state, "inner"), comm)
+        return out._replace(state={"step": torch.tensor(step + 1), **add_prefix(out.state, "inner")})
 
-    under_feedback = warmup(inner.contracting, steps) if inner.contracting else None
-    return Reducer(init, reduce, inner.keeps_errors, under_feedback)
+    contracting = warmup(inner.contracting, steps) if inner.contracting else None
+    return Reducer(init, reduce, inner.keeps_errors, contracting)

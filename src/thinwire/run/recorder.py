@@ -12,7 +12,7 @@ from thinwire.comm.base import Comm
 from thinwire.comm.ledger import TRAINING, bytes_of
 from thinwire.common.tensor_files import save_model
 from thinwire.config import RunConfig
-from thinwire.exchange.assembly import save_whole_model
+from thinwire.exchange.export import save_whole_model
 from thinwire.run.evaluation import evaluate
 from thinwire.run.meters import Meters
 from thinwire.run.position import Position

@@ -16,9 +16,10 @@ from thinwire.common.messages import say
 from thinwire.data import Batch, Shard
 from thinwire.errors import RunError, UsageError
 from thinwire.exchange.factoring import Factoring
-from thinwire.exchange.gradients import Exchange, exchange
-from thinwire.reducers.base import Reducer, carried, restored
+from thinwire.exchange.gradients import GradientExchange, make_exchange
+from thinwire.reducers.base import Reducer
 from thinwire.reducers.mean import mean
+from thinwire.reducers.states import carry_over, load_states
 from thinwire.strategies.base import Artifact, Series, Strategy
 from thinwire.strategies.groups import groups_of, nodes_of
 from thinwire.strategies.learner import Learner, Recipe
@@ -102,7 +103,7 @@ class AB(Strategy):
         self.ranks: dict[str, int] = {}  # that layers got when they were last factored; full ones are not in it
         self.kept: dict[str, OptimizerState] = {}  # moments at the end of the phase before
         self.learner = Learner(model, recipe, renewed_by="ab")
-        self.exchange: Exchange = exchange(model, reducer, comm)
+        self.exchange: GradientExchange = make_exchange(model, reducer, comm)
 
     def begin_epoch(self, num_steps: int | None) -> None:
         if num_steps:
@@ -157,15 +158,15 @@ class AB(Strategy):
 
     def _begin(self, states: Mapping[str, OptimizerState]) -> None:
         """Train what this phase trains: all of W with all ranks, or this group's factors inside the group."""
-        for layer in self.factoring.factored(self.model).values():
+        for layer in self.factoring.factored_layers(self.model).values():
             layer.A.requires_grad_("A" in self.role)
             layer.B.requires_grad_("B" in self.role)
         full_names = {name: self._full_name(name) for name, _ in self.model.named_parameters()}
         self.learner.renew({name: states[full] for name, full in full_names.items() if full in states})
         remembered = self.exchange.states
         del self.exchange  # before the next one is made: it watches the same parameters
-        self.exchange = exchange(self.model, self.reducer, self.group if self.phase == "ab" else self.comm)
-        self.exchange.states = carried(self.exchange.states, remembered)
+        self.exchange = make_exchange(self.model, self.reducer, self.group if self.phase == "ab" else self.comm)
+        self.exchange.states = carry_over(self.exchange.states, remembered)
 
     @torch.no_grad()
     def _average(self, model: nn.Module) -> None:
@@ -173,10 +174,10 @@ class AB(Strategy):
         if self.sync == "full":
             self.factoring.merge(model)  # (1/n)·Σ AᵢBᵢ
         if self.sync == "learned":  # (1/n_A)·Σ Aᵢ over those that trained A, and B likewise
-            for layer in self.factoring.factored(model).values():
+            for layer in self.factoring.factored_layers(model).values():
                 for x, weight in (("A", layer.A), ("B", layer.B)):
                     weight.mul_(self.comm.size / self.num_training[x] if x in self.role else 0.0)
-        factors = {id(w) for layer in self.factoring.factored(model).values() for w in (layer.A, layer.B)}
+        factors = {id(w) for layer in self.factoring.factored_layers(model).values() for w in (layer.A, layer.B)}
         with self.comm.ledger.purpose("sync", instead_of="train"):
             coalesced([p for p in model.parameters() if p.requires_grad or id(p) in factors], self.comm.mean)
 
@@ -202,7 +203,7 @@ class AB(Strategy):
         if self.phase != "ab":
             return last
         followed = dict(before)
-        for name, layer in self.factoring.factored(self.model).items():
+        for name, layer in self.factoring.factored_layers(self.model).items():
             up, down = f"{name}.up.weight", f"{name}.down.weight"
             if self.moments == "rotate":
                 followed[up], followed[down] = rotate_state(before.get(f"{name}.weight", {}), layer)
@@ -237,7 +238,7 @@ class AB(Strategy):
                 self.comm.rank,
                 once=True,
             )
-        self.factoring.look(self.model)
+        self.factoring.note_read_layers(self.model)
         whole = copy.deepcopy(self.model)
         if self.phase == "ab":
             self._average(whole)
@@ -246,17 +247,17 @@ class AB(Strategy):
             self.factoring.merge(whole)
         elif self.phase != "ab" or self.sync == "full":
             self.factoring.decompose(whole)
-        for layer in self.factoring.factored(whole).values():
+        for layer in self.factoring.factored_layers(whole).values():
             layer.A.requires_grad_(True)
             layer.B.requires_grad_(True)
-        return to_standard_modules(whole, self.factoring.read_anywhere() if factored else ())
+        return to_standard_modules(whole, self.factoring.layers_read_on_any_rank() if factored else ())
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "learner": self.learner.state_dict(), "reducer": self.exchange.states, "kept": self.kept,
             "phases": None if self.phases is None else asdict(self.phases), "groups": self.groups, "ranks": self.ranks,
             "phase": self.phase, "began": self.began, "num_epoch_steps": self.num_epoch_steps,
-            "read": sorted(self.factoring.read),
+            "read": sorted(self.factoring.read_layers),
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -267,13 +268,13 @@ class AB(Strategy):
         device = next(self.model.parameters()).device
         self.ranks = dict(state["ranks"])
         self.kept = {name: copy_state(moments, device) for name, moments in state["kept"].items()}
-        self.factoring.read |= set(state["read"])
+        self.factoring.read_layers |= set(state["read"])
         self.factoring.merge(self.model)
         if self.phase == "ab":
             self.factoring.factor(self.model, self.ranks)
         self._begin({})
         self.learner.load_state_dict(state["learner"])
-        self.exchange.states = restored(self.exchange.states, state["reducer"])
+        self.exchange.states = load_states(self.exchange.states, state["reducer"])
 
 
 def _opened(model: nn.Module, comm: Comm, cutoff: float) -> Factoring:

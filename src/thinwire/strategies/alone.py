@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from thinwire.comm.base import Comm, coalesced
+from thinwire.common.tensors import named_persistent_buffers
 from thinwire.data import Batch, Shard
 from thinwire.errors import UsageError
 from thinwire.exchange import gradients
-from thinwire.exchange.parameters import kept_buffers
-from thinwire.reducers.base import restored
 from thinwire.reducers.mean import mean
+from thinwire.reducers.states import load_states
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.groups import nodes_of
 from thinwire.strategies.learner import Learner, Recipe
@@ -46,7 +46,9 @@ class Alone(Strategy):
         self.learner = Learner(model, recipe)
         several = self.machine.size > 1
         self.exchange = (
-            gradients.exchange(model, mean(), self.machine, unused_parameters=True)  # as a rank by itself allows them
+            gradients.make_exchange(
+                model, mean(), self.machine, unused_parameters=True
+            )  # as a rank by itself allows them
             if several
             else gradients.NoExchange(model)
         )
@@ -64,7 +66,7 @@ class Alone(Strategy):
         whole = copy.deepcopy(self.model)
         average_buffers(whole, self.machine)
         with self.comm.ledger.purpose("sync", instead_of="train"):
-            coalesced([*whole.parameters(), *kept_buffers(whole)], self.comm.broadcast)
+            coalesced([*whole.parameters(), *named_persistent_buffers(whole).values()], self.comm.broadcast)
         return whole
 
     def state_dict(self) -> dict[str, Any]:
@@ -72,7 +74,7 @@ class Alone(Strategy):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.learner.load_state_dict(state["learner"])
-        self.exchange.states = restored(self.exchange.states, state["reducer"])
+        self.exchange.states = load_states(self.exchange.states, state["reducer"])
 
 
 def _machines(comm: Comm) -> list[list[int]]:

@@ -13,11 +13,12 @@ from thinwire.comm.base import Comm, coalesced
 from thinwire.common.messages import say
 from thinwire.data import Batch, Shard
 from thinwire.errors import UsageError
-from thinwire.exchange.gradients import exchange
+from thinwire.exchange.gradients import make_exchange
 from thinwire.exchange.parameters import ParameterAverager, keep_progress
-from thinwire.reducers.base import Reducer, restored
+from thinwire.reducers.base import Reducer
 from thinwire.reducers.half import bf16
 from thinwire.reducers.mean import mean
+from thinwire.reducers.states import load_states
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.groups import groups_of, nodes_of
 from thinwire.strategies.learner import Learner, Recipe
@@ -106,7 +107,7 @@ class DASO(Strategy):
         if comm.rank == 0 and self.num_nodes > 1:
             _tell_if_short(recipe.epochs or 0, self.phases)
         self.node = comm.split(nodes, "node")
-        self.exchange = exchange(model, local_reducer, self.node)
+        self.exchange = make_exchange(model, local_reducer, self.node)
         rails = [[node[i] for node in nodes] for i in range(self.num_rails)]
         without = [[rank] for node in nodes for rank in node[self.num_rails :]]
         weight = len(mine) * len(nodes) / comm.size
@@ -133,7 +134,7 @@ class DASO(Strategy):
         if not cycling:
             self._meet()
         else:
-            if self.averaging.flight is not None and self.in_flight == self.cycle.wait:
+            if self.averaging.in_flight is not None and self.in_flight == self.cycle.wait:
                 self._merge()
             if self.batch % self.cycle.between == 0:
                 self._start()
@@ -143,7 +144,7 @@ class DASO(Strategy):
     def end_epoch(self) -> None:
         if not self.batch:
             return
-        if self.averaging.flight is not None:
+        if self.averaging.in_flight is not None:
             self._merge()
         if not self.together:
             self._meet()
@@ -160,13 +161,13 @@ class DASO(Strategy):
     def _talks_inside(self) -> bool:
         """Every l batches, and from the start of an exchange to its merge: what goes out or comes in is the node's."""
         started = self.batch % self.cycle.between == 0
-        return started or self.averaging.flight is not None or self.batch % self.cycle.inside == 0
+        return started or self.averaging.in_flight is not None or self.batch % self.cycle.inside == 0
 
     # ---- between nodes
 
-    def _start(self, beside: bool = True) -> None:
+    def _start(self, in_background: bool = True) -> None:
         """A rank of each node takes its node's parameters to the others; the next time another one does."""
-        self.averaging.start(speaker=self.rail, apart=self.apart, beside=beside)
+        self.averaging.start(leader=self.rail, average_node=self.apart, in_background=in_background)
         self.rail = (self.rail + 1) % self.num_rails
         self.in_flight = 0
 
@@ -181,7 +182,7 @@ class DASO(Strategy):
     def _meet(self) -> None:
         """Start, wait and merge: then all ranks are equal."""
         if self.num_nodes > 1:
-            self._start(beside=False)
+            self._start(in_background=False)
             self.averaging.merge()
         self.together = True
 
@@ -223,7 +224,7 @@ class DASO(Strategy):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.averaging.load_state_dict(state["averaging"])
         self.learner.load_state_dict(state["learner"])
-        self.exchange.states = restored(self.exchange.states, state["local_reducer"])
+        self.exchange.states = load_states(self.exchange.states, state["local_reducer"])
         self.cycle, self.plateau = Cycle(**state["cycle"]), Plateau(**state["plateau"])
         self.loss_sum = state["loss_sum"]
         for name in COUNTS:

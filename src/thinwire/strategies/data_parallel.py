@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from thinwire.comm.base import Comm
 from thinwire.data import Batch, Shard
-from thinwire.exchange.gradients import exchange
-from thinwire.reducers.base import Reducer, restored
+from thinwire.exchange.gradients import make_exchange
+from thinwire.reducers.base import Reducer
 from thinwire.reducers.mean import mean
+from thinwire.reducers.states import load_states
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.learner import Learner, Recipe
 from thinwire.strategies.replicas import consolidated, replicate
@@ -46,7 +47,7 @@ class DataParallel(Strategy):
         self.model = model
         replicate(model, comm)
         self.learner = Learner(model, recipe)
-        self.exchange = exchange(model, reducer, comm, bucket_mb, unused_parameters)
+        self.exchange = make_exchange(model, reducer, comm, bucket_mb, unused_parameters)
 
     def step(self, batch: Batch) -> Tensor:
         loss = self.learner.backward(batch, self.exchange)
@@ -64,4 +65,4 @@ class DataParallel(Strategy):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.learner.load_state_dict(state["learner"])
-        self.exchange.states = restored(self.exchange.states, state["reducer"])
+        self.exchange.states = load_states(self.exchange.states, state["reducer"])

@@ -17,9 +17,12 @@ from thinwire.common.messages import say
 from thinwire.common.tensors import named_tensors
 from thinwire.data import Batch, Shard
 from thinwire.errors import RunError, UsageError
-from thinwire.exchange.assembly import StreamedModel, assembled, calibrate, export, free_bytes
+from thinwire.exchange.assembly import assemble, free_bytes
+from thinwire.exchange.calibration import calibrate_batchnorm
+from thinwire.exchange.export import export_model
 from thinwire.exchange.gradients import NoExchange
-from thinwire.exchange.sharded import Report, ShardedTensors
+from thinwire.exchange.sharded import Contribution, ShardedTensors
+from thinwire.exchange.streamed import StreamedModel
 from thinwire.strategies.base import Series, Strategy
 from thinwire.strategies.learner import Learner, Recipe
 from thinwire.strategies.replicas import say_if_changed
@@ -110,7 +113,7 @@ class IST(Strategy):
         self.seconds = 0.0  # that they took
         self.hands = self._dealt()
         for name, factor in self._factors().items():
-            self.homes.parts[name] /= factor  # the whole network is the one that was given
+            self.homes.shards[name] /= factor  # the whole network is the one that was given
         with comm.ledger.purpose("start"):
             self.model = self._narrow(self.homes.deal(self.hands))
         self.learner = Learner(self.model, recipe, renewed_by="ist")
@@ -195,7 +198,9 @@ class IST(Strategy):
         """What this rank's optimizer remembers of them; what it has not seen is as at the start."""
         state, homes = self.learner.optimizer.state, self.moments[kind]
         return {
-            name: state[p][kind] if p in state else torch.full_like(p, homes.fill_value, dtype=homes.dtypes[name])
+            name: state[p][kind]
+            if p in state
+            else torch.full_like(p, homes.fill_value, dtype=homes.layout.dtypes[name])
             for name, p in self.model.named_parameters()
             if p.requires_grad
         }
@@ -204,12 +209,12 @@ class IST(Strategy):
         state = self.learner.optimizer.state.get(parameter) or self.counts
         return {key: value for key, value in state.items() if key not in self.moments}
 
-    def _report(self) -> Report:
+    def _report(self) -> Contribution:
         if self.is_measured and self.homes.device.type == "cuda":
             begin = time.perf_counter()
             torch.cuda.synchronize(self.homes.device)
             self.seconds += time.perf_counter() - begin
-        return Report(self.num_trained, self.seconds)
+        return Contribution(self.num_trained, self.seconds)
 
     # ---- the whole network
 
@@ -241,18 +246,18 @@ class IST(Strategy):
     def export(self, folder: Path | str, max_gb: float | None = None) -> None:
         """Write the whole network as safetensors files, of the size of a home or of so many GB. Collective."""
         with self.comm.ledger.purpose("sync", instead_of="train"):
-            export(Path(folder), self._streamed(), max_gb and int(1e9 * max_gb))
+            export_model(Path(folder), self._streamed(), max_gb and int(1e9 * max_gb))
 
     def _whole(self) -> nn.Module:
         with self.comm.ledger.purpose("sync", instead_of="train"):
-            whole = assembled(self.skeleton, self._collected(), self._factors(self.uncalibrated))
-            calibrate(whole, self.recent, self.comm, self.recipe.autocast)
+            whole = assemble(self.skeleton, self._collected(), self._factors(self.uncalibrated))
+            calibrate_batchnorm(whole, self.recent, self.comm, self.recipe.autocast)
         return whole
 
     def _streamed(self) -> StreamedModel:
         with self.comm.ledger.purpose("sync", instead_of="train"):
             model = StreamedModel(self.skeleton, self._collected(), self._factors(self.uncalibrated))
-            calibrate(model, self.recent, self.comm, self.recipe.autocast)
+            calibrate_batchnorm(model, self.recent, self.comm, self.recipe.autocast)
         return model
 
     def _collected(self) -> ShardedTensors:
@@ -276,8 +281,8 @@ class IST(Strategy):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "learner": self.learner.state_dict(), "homes": self.homes.parts,
-            "moments": {kind: homes.parts for kind, homes in self.moments.items()}, "counters": self.counters,
+            "learner": self.learner.state_dict(), "homes": self.homes.shards,
+            "moments": {kind: homes.shards for kind, homes in self.moments.items()}, "counters": self.counters,
             "recent": list(self.recent), "shares": self.shares, "round": self.round, "seed": self.seed,
             "options": self.options,
             "num_here": self.num_here, "num_trained": self.num_trained, "seconds": self.seconds,
@@ -293,9 +298,9 @@ class IST(Strategy):
         self.counters = {name: copy_state(counts) for name, counts in state["counters"].items()}
         self.recent.clear()
         self.recent.extend(x.to(self.homes.device) for x in state["recent"])
-        self.homes.restore(state["homes"])
+        self.homes.load_shards(state["homes"])
         for kind, homes in self.moments.items():
-            homes.restore(state["moments"][kind])
+            homes.load_shards(state["moments"][kind])
         self.hands = self._dealt()
         trained = {
             name: t.to(self.homes.device, copy=True)
@@ -318,9 +323,9 @@ class IST(Strategy):
         if self.comm.rank == 0 and len(given) < len(self.slices.tensors):
             given = initial_tensors(model, device) | given
         with self.comm.ledger.purpose("start"):
-            homes.fill(given)
-            own = [homes.part_of(name, tensor) for name, tensor in given.items()]
-            say_if_changed(own, [homes.parts[name] for name in given], self.comm)
+            homes.scatter(given)
+            own = [homes.shard_of(name, tensor) for name, tensor in given.items()]
+            say_if_changed(own, [homes.shards[name] for name in given], self.comm)
         return homes
 
 
@@ -365,7 +370,7 @@ def _has_statistics(model: nn.Module) -> bool:
     return any(isinstance(m, _BatchNorm) and m.track_running_stats for m in model.modules())
 
 
-def _balanced(shares: list[float], reports: list[Report]) -> list[float]:
+def _balanced(shares: list[float], reports: list[Contribution]) -> list[float]:
     """Shares with which a step takes about equally long everywhere, half of the way there.
 
     Pulled towards 1 and held between ¼ and 4, because time may not depend on units at all.

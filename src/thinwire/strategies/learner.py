@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from thinwire.common.dtypes import refuse_sparse
 from thinwire.data import Batch, to_device
 from thinwire.errors import RunError, UsageError
-from thinwire.exchange.gradients import Exchange, no_gradient
+from thinwire.exchange.buckets import missing_gradient_error
+from thinwire.exchange.gradients import GradientExchange
 from thinwire.optim import OptimizerFactory
 
 CHECK_EVERY_STEPS = 20  # how often a GPU's losses and gradients are looked at; each look waits for it
@@ -94,7 +95,7 @@ class Learner:
         self.optimizer.state.clear()
         self.optimizer.param_groups.clear()
 
-    def backward(self, batch: Batch, exchange: Exchange, exchanging: bool = True) -> Tensor:
+    def backward(self, batch: Batch, exchange: GradientExchange, exchanging: bool = True) -> Tensor:
         """Gradients of the mean loss over the batch, in `accumulate` pieces, exchanged or not; returns that loss."""
         self.drop_gradients()
         device = next(self.model.parameters()).device
@@ -111,7 +112,7 @@ class Learner:
         except RuntimeError as error:
             self._refuse_sparse()
             unfinished = "Expected to have finished reduction" in str(error)  # how DDP reports it, one step late
-            raise exchange.error or (no_gradient() if unfinished else error) from None
+            raise exchange.error or (missing_gradient_error() if unfinished else error) from None
         if exchanging:
             exchange.finish()
         self.loss = torch.stack(losses).sum()

@@ -62,32 +62,32 @@ class Periodic(Strategy):
         self.went_on = [True] * len(self.went_on)
         self.num_steps += 1
         self.in_flight += 1
-        if self.averaging.flight is not None and self.in_flight == self.wait:
+        if self.averaging.in_flight is not None and self.in_flight == self.wait:
             self.averaging.merge()
         fragment = self.fragment_at.get(self.num_steps % self.every)
         if fragment is not None:
-            self._start(fragment, beside=self.wait > 0)
+            self._start(fragment, in_background=self.wait > 0)
             if not self.wait:
                 self.averaging.merge()
         return loss
 
     def end_epoch(self) -> None:
-        if self.averaging.flight is not None:
+        if self.averaging.in_flight is not None:
             self.averaging.merge()
         for fragment in [i for i, went_on in enumerate(self.went_on) if went_on]:
-            self._start(fragment, beside=False)
+            self._start(fragment, in_background=False)
             self.averaging.merge()
         self.num_steps = 0
 
-    def _start(self, fragment: int, beside: bool) -> None:
-        self.averaging.start(fragment, beside=beside)
+    def _start(self, fragment: int, in_background: bool) -> None:
+        self.averaging.start(fragment, in_background=in_background)
         self.went_on[fragment] = False
         self.in_flight = 0
 
     @property
     def together(self) -> bool:
         """Whether every rank's parameters are the same."""
-        return self.averaging.flight is None and not any(self.went_on)
+        return self.averaging.in_flight is None and not any(self.went_on)
 
     def consolidate(self) -> nn.Module:
         """The mean over ranks. What is under way is part of it: no rank gives up its own steps while it waits."""

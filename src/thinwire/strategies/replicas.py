@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from thinwire.comm.base import Comm, coalesced
 from thinwire.common.dtypes import is_averaged, refuse_meta
 from thinwire.common.messages import say
-from thinwire.exchange.parameters import kept_buffers
+from thinwire.common.tensors import named_persistent_buffers
 
 
 def replicate(model: nn.Module, comm: Comm) -> None:
@@ -37,7 +37,7 @@ def average_buffers(model: nn.Module, comm: Comm) -> None:
 
     Only those that are part of the model's state: the others are caches that every rank computes for itself.
     """
-    buffers = kept_buffers(model)
+    buffers = list(named_persistent_buffers(model).values())
     with comm.ledger.purpose("sync", instead_of="train"):
         coalesced([b for b in buffers if is_averaged(b)], comm.mean)
         coalesced([b for b in buffers if not is_averaged(b)], comm.broadcast)

@@ -17,8 +17,9 @@ from thinwire.common.messages import say
 from thinwire.common.tensors import named_tensors
 from thinwire.data import Shard, derive_seed
 from thinwire.errors import RunError, UsageError
-from thinwire.exchange.gradients import AfterBackward, Exchange, NoExchange
-from thinwire.reducers.base import Reducer, restored
+from thinwire.exchange.gradients import AfterBackward, GradientExchange, NoExchange
+from thinwire.reducers.base import Reducer
+from thinwire.reducers.states import load_states
 from thinwire.strategies.base import Series, Strategy
 from thinwire.strategies.learner import Learner, Recipe
 from thinwire.strategies.replicas import average_buffers, replicate
@@ -164,7 +165,7 @@ class Staged(Strategy, abstract=True):
         self.model = self.stage
         self.learner = Learner(self.stage, self.recipe)
         alone = self.num_replicas == 1
-        self.exchange: Exchange = (
+        self.exchange: GradientExchange = (
             NoExchange(self.stage) if alone else AfterBackward(self.stage, self.reducer, self.peers, BUCKET_MB, False)
         )
 
@@ -261,7 +262,7 @@ class Staged(Strategy, abstract=True):
             self.begin(state["example"], state["starts"])
         self.steps_left = state["steps_left"]
         self.learner.load_state_dict(state["learner"])
-        self.exchange.states = restored(self.exchange.states, state["reducer"])
+        self.exchange.states = load_states(self.exchange.states, state["reducer"])
 
 
 def _num_blocks(name: str, cut: Sequence[str], blocks: int | None, segments: Sequence[Segment], comm: Comm) -> int:

@@ -1,0 +1,42 @@
+"""How long the end of the backward pass waits for communication."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from thinwire.comm.background import record_event
+from thinwire.comm.ledger import Ledger
+
+
+class BackwardWaiting:
+    """Enters in the timeline the time from the last gradient to the end of the backward pass.
+
+    In that time there is nothing to compute. A GPU measures it by events of its own, whose times are read one step
+    later, when they are sure to have passed.
+    """
+
+    def __init__(self, ledger: Ledger, device: torch.device) -> None:
+        self.ledger, self.device = ledger, device
+        self._last_gradient_time = 0.0
+        self._last_gradient: torch.cuda.Event | None = None
+        self._last_step: tuple[torch.cuda.Event, torch.cuda.Event, float] | None = None
+
+    def gradient_ready(self, ready: torch.cuda.Event | None) -> None:
+        """Called when a gradient is ready; `ready` is the GPU's event of that."""
+        self._last_gradient, self._last_gradient_time = ready, time.perf_counter()
+
+    def backward_done(self) -> None:
+        """Called when the backward pass has ended, and with it all communication."""
+        end, timeline = time.perf_counter(), self.ledger.timeline
+        if self._last_gradient is None:
+            timeline.waited_for_talks(self._last_gradient_time, end)
+            return
+        if self._last_step is not None:
+            last_gradient, done, talking_seconds = self._last_step
+            done.synchronize()
+            timeline.waited(end - min(last_gradient.elapsed_time(done) / 1e3, talking_seconds), end)
+        now = record_event(self.device)
+        assert now is not None
+        self._last_step = self._last_gradient, now, timeline.talking_seconds
