@@ -1,0 +1,39 @@
+"""Many tensors as one vector or as bytes, and back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from thinwire.common.tensors import flatten, from_bytes, to_bytes, unflatten
+
+SHAPES: list[tuple[int, ...]] = [(3, 2), (), (0, 4), (5,)]
+
+
+def test_what_is_flattened_comes_back_in_its_shapes() -> None:
+    given = [torch.randn(shape) for shape in SHAPES]
+    given.append(torch.randn(4, 3).t())
+    flat = flatten(given, torch.float64)
+    assert flat.dtype == torch.float64
+    found = unflatten(flat, given)
+    assert all(torch.equal(a, b.float()) for a, b in zip(given, found, strict=True))
+    assert all(t.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for t in found if t.numel())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.bool, torch.complex64])
+@pytest.mark.parametrize("offset", [0, 1, 4])
+def test_bytes_become_the_same_tensor_wherever_they_begin(
+    shape: tuple[int, ...], dtype: torch.dtype, offset: int
+) -> None:
+    given = torch.randint(0, 2, shape).to(dtype)
+    data = torch.cat([torch.zeros(offset, dtype=torch.uint8), to_bytes(given)])[offset:]
+    found = from_bytes(data, dtype, shape)
+    assert found.dtype == dtype
+    assert torch.equal(found, given)
+
+
+def test_tensors_that_are_not_contiguous_are_copied() -> None:
+    given = torch.arange(6).view(2, 3).t()
+    assert torch.equal(from_bytes(to_bytes(given), given.dtype, given.shape), given)
+    assert torch.equal(from_bytes(to_bytes(torch.arange(6)[::2]), torch.int64, (3,)), torch.tensor([0, 2, 4]))
