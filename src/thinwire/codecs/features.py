@@ -1,4 +1,4 @@
-"""What layers pass on, as bytes: exact, or smaller."""
+"""Activations and their gradients as bytes, exact or smaller: what stages send to each other."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.words import SCALE_BYTES, words
+from thinwire.common.tensors import from_bytes, to_bytes
 
 Wire = Literal["exact", "bf16", "int8"]
 BLOCK = 256  # numbers that share a scale
@@ -18,16 +19,16 @@ BLOCK = 256  # numbers that share a scale
 def pack(z: Tensor, wire: Wire) -> Tensor:
     """A tensor as bytes: as it is, in bfloat16, or as 8-bit words with a scale for each 256 (nearest, no noise).
 
-    Whole numbers stay as they are, and so does what is as small already.
+    Integers, and dtypes that are no larger than this already, stay as they are.
 
     >>> pack(torch.ones(2, 300), "int8").numel(), pack(torch.ones(2, 300), "bf16").numel()
     (780, 1200)
     """
-    flat = z.detach().reshape(-1).contiguous()
     if wire == "exact" or not _shrinks(z.dtype, wire):
-        return flat.view(torch.uint8)
+        return to_bytes(z)
     if wire == "bf16":
-        return flat.bfloat16().view(torch.uint8)
+        return to_bytes(z.bfloat16())
+    flat = z.detach().reshape(-1)
     row = torch.nn.functional.pad(flat.float(), (0, -len(flat) % BLOCK))[None]
     return words(8, BLOCK).encode(row, None)[0]
 
@@ -35,15 +36,15 @@ def pack(z: Tensor, wire: Wire) -> Tensor:
 def unpack(data: Tensor, shape: Sequence[int], dtype: torch.dtype, wire: Wire) -> Tensor:
     """The tensor that was packed."""
     if wire == "exact" or not _shrinks(dtype, wire):
-        return data.view(dtype).reshape(*shape)
+        return from_bytes(data, dtype, shape)
     if wire == "bf16":
-        return data.view(torch.bfloat16).to(dtype).reshape(*shape)
+        return from_bytes(data, torch.bfloat16, shape).to(dtype)
     count = math.prod(shape)
     return words(8, BLOCK).decode(data[None], count + -count % BLOCK)[0, :count].to(dtype).reshape(*shape)
 
 
 def packed_bytes(shape: Sequence[int], dtype: torch.dtype, wire: Wire) -> int:
-    """How many bytes that is."""
+    """The number of bytes that `pack` makes of such a tensor."""
     count = math.prod(shape)
     if wire == "exact" or not _shrinks(dtype, wire):
         return count * dtype.itemsize

@@ -30,7 +30,7 @@ BLOCKS = {8: 512, 4: 256, 2: 64}  # the fewer levels, the more a scale of their 
 MIN_LEVELS = 7  # with fewer, the sum's 8 bits tell no more than packed words of 4
 HEADROOM = 2.0  # predicted scales: over the mean of the ranks' largest
 MAX_SCALE = 2.0**126  # twice that is still a float32
-MIN_SCALE = 2.0**-20  # predicted scales: of the largest one, so that a block that was all zeros can grow again
+MIN_SCALE_RATIO = 2.0**-20  # predicted scales: to the largest one, so that a block that was all zeros can grow again
 
 
 def maxnorm(
@@ -119,7 +119,7 @@ def _predicted_mean(x: Tensor, block: int, randomness: Randomness, state: Reduce
     bytes a block are summed: how large it was (in 1/levels of twice the scale), and whether a value was not finite.
     """
     levels = sum_levels(comm.size)
-    scales = kernels.clamp_scales(state["scales"].clamp(min=MIN_SCALE * state["scales"].max()))
+    scales = kernels.clamp_scales(state["scales"].clamp(min=MIN_SCALE_RATIO * state["scales"].max()))
     largest = kernels.abs_max(x, block)
     not_finite = (largest == torch.inf).to(torch.int8)
     size = (largest / (2 * scales) * levels).nan_to_num(0.0).round_().clamp_(0, levels).to(torch.int8)
