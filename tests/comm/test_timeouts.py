@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from tests.worlds import ProcessWorlds, no_grace
-from thinwire.comm.join import beside
+from thinwire.comm.join import comm_like
 from thinwire.comm.process import ProcessComm
 from thinwire.errors import PeerLost
 
@@ -58,7 +58,7 @@ def test_processes_pass_timeouts_on(process_world: ProcessWorlds) -> None:
 
 
 def one_never_answers(comm: ProcessComm) -> str:
-    own = beside(group_of(4), torch.device("cpu"))
+    own = comm_like(group_of(4), torch.device("cpu"))
     message = ""
     try:
         if comm.rank == 0:

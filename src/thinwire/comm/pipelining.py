@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from thinwire.comm.process import ProcessComm, guarded
+from thinwire.comm.process import ProcessComm
+from thinwire.comm.process_groups import peer_errors
 from thinwire.common.tensors import num_bytes
 from thinwire.errors import RunError, UsageError
 
@@ -47,7 +48,8 @@ class Pipe:
         stage.computed.clear()
         begin = time.perf_counter()
         try:
-            guarded(lambda: schedule.step(*given, target=wanted, losses=losses, return_outputs=False))
+            with peer_errors():
+                schedule.step(*given, target=wanted, losses=losses, return_outputs=False)
         except RuntimeError as error:
             raise error.__cause__ if isinstance(error.__cause__, RunError) else error from None  # torch wraps them
         self._note_waiting(begin, stage.computed)
@@ -83,8 +85,8 @@ class Pipe:
         """Between passes there is nothing to do but wait for other stages."""
         timeline = self.comm.ledger.timeline
         for pass_begin, pass_end in [*computed, (time.perf_counter(), 0.0)]:
-            timeline.communicated("pipeline", begin, pass_begin, 0)
-            timeline.waited(begin, pass_begin)
+            timeline.add_operation("pipeline", begin, pass_begin, 0)
+            timeline.add_waiting(begin, pass_begin)
             begin = pass_end
 
 

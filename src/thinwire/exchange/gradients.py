@@ -22,6 +22,7 @@ from thinwire import kernels
 from thinwire.comm.background import record_event
 from thinwire.comm.base import Comm
 from thinwire.comm.process import GradBucket, ProcessComm
+from thinwire.comm.wire_bytes import all_reduce_sends
 from thinwire.common.dtypes import refuse_sparse
 from thinwire.common.messages import say
 from thinwire.errors import RunError, UsageError
@@ -207,7 +208,7 @@ class Overlapped:
             raise no_gradient()
         if self.forward.find_unused_parameters:
             payload = 4 * len(self.names)
-            self.comm.book("all_reduce", payload, self.comm.all_reduce_sends(payload))
+            self.comm.book("all_reduce", payload, all_reduce_sends(payload, self.comm.size, self.comm.rank))
             self._apply_late()
 
     def _apply_late(self) -> None:
@@ -238,15 +239,15 @@ class Overlapped:
         """
         end, timeline = time.perf_counter(), self.comm.ledger.timeline
         if self._ready is None:
-            timeline.waited_for_talks(self._handed, end)
+            timeline.add_waiting_for_background(self._handed, end)
             return
         if self._gpu_wait is not None:
-            last_gradient, over, talking_seconds = self._gpu_wait
+            last_gradient, over, operation_seconds = self._gpu_wait
             over.synchronize()
-            timeline.waited(end - min(last_gradient.elapsed_time(over) / 1e3, talking_seconds), end)
+            timeline.add_waiting(end - min(last_gradient.elapsed_time(over) / 1e3, operation_seconds), end)
         now = record_event(next(self.forward.parameters()).device)
         assert now is not None
-        self._gpu_wait = self._ready, now, timeline.talking_seconds
+        self._gpu_wait = self._ready, now, timeline.operation_seconds
 
     def _arrive(self, bucket: _DDPBucket, gradients: Named, ready: torch.cuda.Event | None) -> None:
         self._waiting.append(bucket)
