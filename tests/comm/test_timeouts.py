@@ -1,4 +1,4 @@
-"""How long a rank waits for another: what the first group was told holds for every group that is made beside it."""
+"""How long a rank waits for another: every further group has the timeout of the first one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_join_hands_its_timeout_to_all_groups() -> None:
         assert seconds([comm.group, comm.side_group, part.group, part.side_group]) == [9] * 4
 
 
-def test_groups_beside_one_that_exists_wait_as_long_as_it_does() -> None:
+def test_further_groups_have_the_timeout_of_one_that_exists() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=datetime.timedelta(seconds=7))
     try:
         with tw.join(timeout_seconds=9) as comm:

@@ -32,7 +32,7 @@ class Comm(ABC):
 
     rank: int
     size: int
-    link: str  # the ledger keeps the totals of each link apart
+    link: str  # the ledger has separate totals for each link
     backend: str
     ledger: Ledger
     is_async = False  # whether `in_background` returns before the work is done
