@@ -28,7 +28,8 @@ MAY_USE_DISTRIBUTED = {
     "comm/pipelining",
     "comm/join",
     "comm/store",
-    "launch/launcher",
+    "launch/agent",
+    "launch/failures",
     "launch/rendezvous",
 }
 
