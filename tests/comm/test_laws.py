@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from thinwire.comm.base import Comm, all_gather_json
+from thinwire.comm.base import Comm
+from thinwire.comm.collectives import all_gather_json
 from thinwire.comm.wire_bytes import all_gather_bytes, all_reduce_bytes, broadcast_sends
 from thinwire.errors import UsageError
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from thinwire.comm.base import Comm, all_gather_json, coalesced
+from thinwire.comm.base import Comm
+from thinwire.comm.collectives import all_gather_json, coalesced
 from thinwire.common.files import write_text
 from thinwire.common.tensor_files import save_model, save_tensors
 from thinwire.common.tensors import named_tensors, num_bytes

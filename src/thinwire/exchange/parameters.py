@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.comm.background import BackgroundWork
-from thinwire.comm.base import Comm, coalesced
+from thinwire.comm.base import Comm
+from thinwire.comm.collectives import coalesced
 from thinwire.common.dtypes import as_reals, is_averaged
 from thinwire.errors import RunError, UsageError
 from thinwire.reducers.base import Named, Reducer, restored

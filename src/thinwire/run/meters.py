@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from thinwire.comm.base import Comm, all_gather_json
+from thinwire.comm.base import Comm
+from thinwire.comm.collectives import all_gather_json
 from thinwire.netlab import sent_bytes
 from thinwire.run.network import LinkReport
 
