@@ -19,7 +19,7 @@ import statistics
 
 from comparison import between_bytes, compare, compute_seconds, mean, measured_link, print_table
 
-from thinwire.comm.ledger import all_reduce_bytes
+from thinwire.comm.wire_bytes import all_reduce_bytes
 from thinwire.compare.results import Entry
 from thinwire.netlab import Link
 

@@ -16,7 +16,7 @@ import torch
 
 import thinwire as tw
 from thinwire import registry
-from thinwire.comm.base import all_gather_json
+from thinwire.comm.collectives import all_gather_json
 
 SHAPE, CLASSES = (3, 32, 32), 10
 

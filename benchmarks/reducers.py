@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from thinwire import kernels, netlab, registry
-from thinwire.comm.ledger import all_reduce_bytes
+from thinwire.comm.wire_bytes import all_reduce_bytes
 from thinwire.reducers.maxnorm import sum_levels
 
 REDUCERS = [

@@ -16,7 +16,7 @@ import argparse
 
 from comparison import between_bytes, compare, compute_seconds, mean, measured_link, print_table
 
-from thinwire.comm.ledger import all_reduce_bytes
+from thinwire.comm.wire_bytes import all_reduce_bytes
 from thinwire.netlab import Link
 
 AIM = 0.36  # share of the training time that the blocking exchange should take

@@ -31,8 +31,8 @@ class Nothing(Timeline):
     def step(self, number: int) -> Any:
         return nullcontext()
 
-    def waited(self, begin: float, end: float) -> None: ...
-    def communicated(self, op: str, begin: float, end: float, num_bytes: int) -> None: ...
+    def add_waiting(self, begin: float, end: float) -> None: ...
+    def add_operation(self, op: str, begin: float, end: float, num_bytes: int) -> None: ...
 
 
 class Counting(Timeline):
@@ -107,7 +107,7 @@ def seconds_a_call() -> float:
         with timeline.step(0):
             pass
 
-    return max(run(step), run(lambda: timeline.communicated("all_reduce", 0.0, 1.0, 1)))
+    return max(run(step), run(lambda: timeline.add_operation("all_reduce", 0.0, 1.0, 1)))
 
 
 if __name__ == "__main__":

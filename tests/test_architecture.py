@@ -13,14 +13,24 @@ import pytest
 from tests.architecture import FILES, LAYERS, PAGE, SOURCE, graph, imports, layer, name, own, written
 
 NO_TORCH = ("errors", "spec", "registry", "config", "netlab", "compare", "cli", "__main__")  # so that they start fast
-NO_TORCH_MODULES = {"common/messages", "common/formats", "common/files", "comm/ledger", "comm/world", "tasks/naming"}
+NO_TORCH_MODULES = {
+    "common/messages",
+    "common/formats",
+    "common/files",
+    "comm/ledger",
+    "comm/wire_bytes",
+    "comm/world",
+    "tasks/naming",
+}
 NO_TORCH_MODULES |= {"run/records", "run/progress", "run/network", "run/tables"}
 MAY_USE_DISTRIBUTED = {
     "comm/process",
+    "comm/process_groups",
     "comm/pipelining",
     "comm/join",
     "comm/store",
-    "launch/launcher",
+    "launch/agent",
+    "launch/failures",
     "launch/rendezvous",
 }
 

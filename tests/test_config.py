@@ -9,7 +9,7 @@ import pytest
 
 from thinwire.config import RunConfig
 from thinwire.errors import UsageError
-from thinwire.launch.launcher import resolve
+from thinwire.launch.settings import resolve
 from thinwire.run.records import RunFolder
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import thinwire as tw
-from thinwire.comm import process
+from thinwire.comm import process_groups
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.store import loopback_store
 
@@ -27,11 +27,11 @@ def on_threads(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any
 @contextmanager
 def no_grace() -> Iterator[None]:
     """Inside, a rank that lost another says so at once; else it gives the launcher time to see the first cause."""
-    before, process.PEER_GRACE_SECONDS = process.PEER_GRACE_SECONDS, 0.0
+    before, process_groups.PEER_GRACE_SECONDS = process_groups.PEER_GRACE_SECONDS, 0.0
     try:
         yield
     finally:
-        process.PEER_GRACE_SECONDS = before
+        process_groups.PEER_GRACE_SECONDS = before
 
 
 class ProcessWorlds:
@@ -157,5 +157,5 @@ def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
                 reply = (True, function(comm, *args))
             except BaseException:
                 reply = (False, traceback.format_exc())
-            comm.close_parts()
+            comm.close_subgroups()
             pipe.send_bytes(pickle.dumps(reply))

@@ -53,7 +53,8 @@ def train(
     thinwire train --out runs/digits-data_parallel-1 --resume
     ```
     """
-    from thinwire.launch.launcher import launch, resolve
+    from thinwire.launch.launcher import launch
+    from thinwire.launch.settings import resolve
 
     launch(resolve(file, settings.model_dump(include=settings.model_fields_set)))
 

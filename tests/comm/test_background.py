@@ -1,4 +1,4 @@
-"""The thread that talks beside the computation."""
+"""The thread that communicates while the main thread computes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_it_computes_on_one_core_and_leaves_the_others_their_number() -> None:
     before, found = torch.get_num_threads(), []
     torch.set_num_threads(2)
     try:
-        thread, done = CommThread("talk", Ledger()), threading.Event()
+        thread, done = CommThread("test", Ledger()), threading.Event()
         thread.submit(lambda: (found.append(torch.get_num_threads()), done.set())[0])
         assert done.wait(10)
         assert found == [1]
@@ -31,7 +31,7 @@ def test_it_computes_on_one_core_and_leaves_the_others_their_number() -> None:
 
 def test_work_is_done_in_order_and_under_the_purpose_of_whoever_gave_it() -> None:
     ledger, found = Ledger(), []
-    thread = CommThread("talk", ledger)
+    thread = CommThread("test", ledger)
     with ledger.purpose("sync"):
         thread.submit(lambda: found.append(("first", ledger.current_purpose)))
     thread.submit(lambda: found.append(("second", ledger.current_purpose)))

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from thinwire.comm.base import Comm, all_gather_json
-from thinwire.comm.ledger import all_gather_bytes, all_reduce_bytes, broadcast
+from thinwire.comm.base import Comm
+from thinwire.comm.collectives import all_gather_json
+from thinwire.comm.wire_bytes import all_gather_bytes, all_reduce_bytes, broadcast_sends
 from thinwire.errors import UsageError
 
 World = Callable[..., list[Any]]
@@ -252,7 +253,7 @@ def test_booked_bytes_follow_the_formulas(world: World, ranks: int) -> None:
     for rank, rows in enumerate(world(booked, ranks)):
         assert rows["all_reduce"] == (800, 2 * all_reduce_bytes(400, ranks))
         assert rows["all_gather"] == (7, all_gather_bytes(7, ranks))
-        assert rows["broadcast"] == (40, sum(broadcast(40, ranks, rank, ranks - 1, "gloo").values()))
+        assert rows["broadcast"] == (40, sum(broadcast_sends(40, ranks, rank, ranks - 1, "gloo").values()))
         assert rows["all_to_all"] == (parts, parts - 4 * (rank + 1))
 
 

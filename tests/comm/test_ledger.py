@@ -1,4 +1,4 @@
-"""The ledger keeps its books, and the formulas hold."""
+"""Totals add up by key, under the purpose of the thread, and overlapping operations count their time once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from thinwire.comm.ledger import Ledger, all_gather_bytes, all_reduce_bytes, broadcast
+from thinwire.comm.ledger import Ledger
 
 
 def book(ledger: Ledger, wire_bytes: int = 6) -> None:
@@ -53,28 +53,6 @@ def test_purposes_nest_and_end_with_their_block() -> None:
     assert ledger.rows()[0]["purpose"] == "train"
 
 
-@pytest.mark.parametrize(("ranks", "factor"), [(1, 0), (2, 1), (4, 1.5), (8, 1.75)])
-def test_ring_all_reduce(ranks: int, factor: float) -> None:
-    assert all_reduce_bytes(1000, ranks) == 1000 * factor
-
-
-def test_all_gather() -> None:
-    assert [all_gather_bytes(10, n) for n in (1, 2, 5)] == [0, 10, 40]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 7, 8, 16])
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_a_broadcast_reaches_every_other_rank_once(ranks: int, backend: str) -> None:
-    for root in range(ranks):
-        assert sum(sum(broadcast(1, ranks, rank, root, backend).values()) for rank in range(ranks)) == ranks - 1
-
-
-def test_gloo_broadcasts_along_a_binomial_tree() -> None:
-    assert [sum(broadcast(1, 4, rank, 0, "gloo").values()) for rank in range(4)] == [2, 1, 0, 0]
-    assert [sum(broadcast(1, 4, rank, 2, "gloo").values()) for rank in range(4)] == [0, 0, 2, 1]
-    assert [sum(broadcast(1, 4, rank, 0, "nccl").values()) for rank in range(4)] == [1, 1, 1, 0]
-
-
 @pytest.mark.parametrize(
     ("times", "seconds"),
     [
@@ -91,10 +69,10 @@ def test_time_in_which_several_operations_are_under_way_counts_once(
     line, other = (
         ledger.book("world", op, ranks=2, payload_bytes=1, wire_bytes=1, between_bytes=0) for op in ("send", "recv")
     )
-    begins = [(begin, ledger.began) for begin, _ in times]
-    ends = [(end, ledger.ended) for _, end in times]
+    begins = [(begin, ledger.start_clock) for begin, _ in times]
+    ends = [(end, ledger.stop_clock) for _, end in times]
     for at, happened in sorted(begins + ends, key=lambda event: event[0]):
         happened(line, at)
-    ledger.began(other, 3.0)
-    ledger.ended(other, 4.5)
+    ledger.start_clock(other, 3.0)
+    ledger.stop_clock(other, 4.5)
     assert {row["op"]: row["seconds"] for row in ledger.rows()} == {"send": seconds, "recv": 1.5}

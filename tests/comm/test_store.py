@@ -12,7 +12,8 @@ import pytest
 
 from tests import programs
 from thinwire.comm import store
-from thinwire.comm.store import addresses_of, interface_towards, meet, own_addresses
+from thinwire.comm.addresses import own_addresses
+from thinwire.comm.store import rendezvous
 from thinwire.comm.world import World
 from thinwire.errors import RunError, UsageError
 
@@ -25,11 +26,10 @@ with tw.join() as comm:
     comm.barrier()
 """
 OWN = own_addresses()
-LAN = [address for address in OWN if not ipaddress.ip_address(address).is_loopback and ":" not in address]
 
 
 def listening() -> set[str]:
-    """The addresses that this process listens at, by the kernel's tables."""
+    """The addresses that this process listens at, by the Linux kernel's tables."""
     links = [os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
     own = {link[8:-1] for link in links if link.startswith("socket:[")}
     found = set()
@@ -87,19 +87,19 @@ def world(address: str, rank: int = 0, port: int = 29500) -> World:
 
 def test_an_address_of_another_machine_is_refused_by_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError) as caught:
-        meet(world("192.0.2.77"))
+        rendezvous(world("192.0.2.77"))
     for part in ("192.0.2.77 is no address of this machine", socket.gethostname(), "127.0.0.1", "set MASTER_ADDR"):
         assert part in str(caught.value)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
     with pytest.raises(UsageError, match="give torchrun on each machine --local-addr"):
-        meet(world("192.0.2.77", port=29501))
+        rendezvous(world("192.0.2.77", port=29501))
 
 
 def test_a_name_that_stands_for_this_machine_alone_is_refused_by_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     """Debian has the host's own name stand for 127.0.1.1, where no other machine could reach it."""
-    monkeypatch.setattr(store, "addresses_of", lambda host: ("127.0.1.1",))
+    monkeypatch.setattr(store, "resolve_host", lambda host: ("127.0.1.1",))
     with pytest.raises(UsageError, match=r"node7 \(127.0.1.1\) is this machine alone.*set MASTER_ADDR"):
-        meet(world("node7"))
+        rendezvous(world("node7"))
 
 
 @pytest.mark.parametrize(("rank", "name"), [(0, "gpu03.invalid"), (1, "gpu03.invalid"), (1, "gpu..03")])
@@ -108,7 +108,7 @@ def test_a_name_that_nobody_knows_is_told_once_and_then_an_error(
 ) -> None:
     monkeypatch.setattr(store, "RESOLVE_SECONDS", 0.05)
     with pytest.raises(RunError, match=rf"nobody knows the name {name}.*set MASTER_ADDR on every rank"):
-        meet(world(name, rank))
+        rendezvous(world(name, rank))
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"rank {rank} cannot find rank 0's machine: nobody knows the name {name} (")
     assert line.endswith("trying again for 0.05 s")
@@ -121,17 +121,6 @@ def test_a_rank_that_waits_at_an_address_of_this_machine_alone_says_so(
     monkeypatch.setattr(store, "WAIT_QUIETLY_SECONDS", 0.01)
     monkeypatch.setattr(store, "JOIN_SECONDS", 0.5)
     with pytest.raises(RunError, match="did not meet all 2 ranks at 127"):
-        meet(world("127.0.0.1", port=port))
+        rendezvous(world("127.0.0.1", port=port))
     said = capfd.readouterr().err
     assert f"rank 0 is waiting at 127.0.0.1:{port} for all 2 ranks; 127.0.0.1 reaches this machine alone" in said
-
-
-def test_interfaces_are_found_for_names_and_addresses() -> None:
-    assert OWN["127.0.0.1"] == "lo"
-    assert addresses_of("localhost")[0] == "127.0.0.1", "also where ::1 comes first"
-    assert interface_towards("127.0.0.1") == interface_towards("localhost") == interface_towards("127.0.0.9") == "lo"
-    assert interface_towards("gpu03.invalid") is None
-    if "::1" in OWN:
-        assert interface_towards("::1") == "lo"
-    for address in LAN:
-        assert interface_towards(address) == OWN[address] != "lo"

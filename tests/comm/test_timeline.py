@@ -19,13 +19,13 @@ World = Callable[..., list[Any]]
 
 def test_only_the_computing_thread_inside_a_step_waits() -> None:
     timeline = Timeline()
-    timeline.waited(0.0, 1.0)
+    timeline.add_waiting(0.0, 1.0)
     with timeline.step(1):
-        timeline.waited(2.0, 2.25)
-        other = threading.Thread(target=timeline.waited, args=(3.0, 7.0))
+        timeline.add_waiting(2.0, 2.25)
+        other = threading.Thread(target=timeline.add_waiting, args=(3.0, 7.0))
         other.start()
         other.join()
-    timeline.waited(8.0, 9.0)
+    timeline.add_waiting(8.0, 9.0)
     assert timeline.waiting_seconds == 0.25
 
 
@@ -37,9 +37,9 @@ def test_spans_are_kept_between_record_and_pause_only() -> None:
         if number == 3:
             timeline.pause()
         with timeline.step(number):
-            timeline.communicated("all_reduce", time.perf_counter(), time.perf_counter() + 1, 40)
-            timeline.waited(5.0, 5.5)
-    kept = timeline.recorded()
+            timeline.add_operation("all_reduce", time.perf_counter(), time.perf_counter() + 1, 40)
+            timeline.add_waiting(5.0, 5.5)
+    kept = timeline.rows()
     assert [(span["step"], span["kind"]) for span in kept] == [
         (1, "communication"), (1, "waiting"), (1, "step"), (2, "communication"), (2, "waiting"), (2, "step"),
     ]  # fmt: skip

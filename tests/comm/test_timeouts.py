@@ -1,4 +1,4 @@
-"""How long a rank waits for another: what the first group was told holds for every group that is made beside it."""
+"""How long a rank waits for another: every further group has the timeout of the first one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from tests.worlds import ProcessWorlds, no_grace
-from thinwire.comm.join import beside
+from thinwire.comm.join import comm_like
 from thinwire.comm.process import ProcessComm
 from thinwire.errors import PeerLost
 
@@ -34,7 +34,7 @@ def test_join_hands_its_timeout_to_all_groups() -> None:
         assert seconds([comm.group, comm.side_group, part.group, part.side_group]) == [9] * 4
 
 
-def test_groups_beside_one_that_exists_wait_as_long_as_it_does() -> None:
+def test_further_groups_have_the_timeout_of_one_that_exists() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=datetime.timedelta(seconds=7))
     try:
         with tw.join(timeout_seconds=9) as comm:
@@ -58,7 +58,7 @@ def test_processes_pass_timeouts_on(process_world: ProcessWorlds) -> None:
 
 
 def one_never_answers(comm: ProcessComm) -> str:
-    own = beside(group_of(4), torch.device("cpu"))
+    own = comm_like(group_of(4), torch.device("cpu"))
     message = ""
     try:
         if comm.rank == 0:

@@ -100,7 +100,7 @@ def test_first_host(nodelist: str, first: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "told"),
+    ("env", "message"),
     [
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2, but RANK is not set"),
         ({"RANK": "1"}, "RANK=1, but WORLD_SIZE is not set"),
@@ -108,9 +108,9 @@ def test_first_host(nodelist: str, first: str) -> None:
         ({"RANK": "-1", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}, "rank -1 of 2 ranks"),
     ],
 )
-def test_half_a_world_is_refused(env: dict[str, str], told: str) -> None:
+def test_half_a_world_is_refused(env: dict[str, str], message: str) -> None:
     """A process that trained alone, or waited for a rank that cannot come, would say nothing of it."""
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=message):
         find_world(env)
 
 

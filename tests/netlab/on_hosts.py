@@ -15,7 +15,7 @@ from thinwire.comm.base import Comm
 from thinwire.netlab import sent_bytes
 
 SIZE = 2_000_000
-ATTEMPTS = 3  # what a busy kernel believes lost is sent, and counted, twice
+ATTEMPTS = 3  # a busy Linux kernel sends, and counts, again what it takes for lost
 
 
 def operations(comm: Comm) -> dict[str, Callable[[], object]]:

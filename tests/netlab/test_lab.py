@@ -1,4 +1,4 @@
-"""Real hosts on one machine: the link holds, the ledger agrees with the kernel's counters, nothing stays behind."""
+"""Real hosts on one machine: the link holds, the ledger agrees with the Linux kernel's counters, nothing is left."""
 
 from __future__ import annotations
 
@@ -315,7 +315,7 @@ def test_without_permission_a_run_goes_on_and_says_so(tmp_path: Path) -> None:
     assert not (tmp_path / "strict").exists()
 
 
-# ---- what the ledger says and what the kernel counts
+# ---- what the ledger says and what the Linux kernel counts
 
 
 def on_hosts(
@@ -382,7 +382,7 @@ def test_reducers_send_so_much_of_float32_by_the_kernels_count() -> None:
 
 
 def agrees(summary: dict[str, Any]) -> bool:
-    """Whether the kernel counted what the ledger says, inside nodes and between them. It never counts less."""
+    """Whether the Linux kernel counted what the ledger says, inside nodes and between them. It never counts less."""
     assert (summary["ranks"], summary["nodes"], summary["link"]) == (4, 2, "1gbit")
     apart = []
     for link in ("inside", "between"):
@@ -404,7 +404,7 @@ def test_ledger_and_kernel_agree_within_one_percent_for_every_strategy(tmp_path:
     apart = ["ist"], ["local_parallel", "pipeline"]  # slices go in n·(n−1) messages, activations in one for each batch
     rest = [spec for spec in specs if spec not in apart[0] + apart[1]]
     runs: dict[str, dict[str, Any]] = {}
-    for attempt in range(2):  # what a busy kernel believes lost is sent, and counted, twice
+    for attempt in range(2):  # a busy Linux kernel sends, and counts, again what it takes for lost
         for some, width, epochs, batch in ((rest, 768, 2, 16), (apart[0], 1536, 1, 16), (apart[1], 768, 1, 128)):
             todo = [spec for spec in some if spec not in runs or not agrees(runs[spec])]
             settings = (

@@ -62,7 +62,7 @@ def test_a_port_holds_packets_for_the_latency_and_lets_them_out_at_the_rate() ->
     try:
         port = Port(writer, Link(rate_mbit=8, latency_ms=10))  # a byte a microsecond
         for name in (b"a", b"b", b"c"):
-            port.take(name * 1000, now=0.0)
+            port.enqueue(name * 1000, now=0.0)
         arrived = []
         for now in (0.0, 0.0099, 0.0101, 0.0105, 0.0111, 0.0121):
             before = len(port.queue)
@@ -70,7 +70,7 @@ def test_a_port_holds_packets_for_the_latency_and_lets_them_out_at_the_rate() ->
             arrived.append(before - len(port.queue))
         assert arrived == [0, 0, 1, 0, 1, 1]
         assert os.read(reader, 10_000) == b"a" * 1000 + b"b" * 1000 + b"c" * 1000
-        port.take(b"d", now=1.0)
+        port.enqueue(b"d", now=1.0)
         assert port.queue[0][0] == pytest.approx(1.01), "a link that was idle owes nothing"
     finally:
         os.close(reader)
@@ -80,7 +80,7 @@ def test_a_port_holds_packets_for_the_latency_and_lets_them_out_at_the_rate() ->
 def test_a_full_port_drops() -> None:
     port = Port(-1, Link(rate_mbit=8, latency_ms=0))
     for _ in range(QUEUE_BYTES // 10_000 + 50):
-        port.take(bytes(10_000), now=0.0)
+        port.enqueue(bytes(10_000), now=0.0)
     assert QUEUE_BYTES <= port.queued_bytes <= QUEUE_BYTES + 20_000
 
 
@@ -111,6 +111,8 @@ def test_namespaces_that_are_used_up_are_named(kind: str) -> None:
     if done.returncode == 99 or done.stderr.startswith(("unshare", "setpriv")):
         pytest.skip(f"user namespaces are not allowed here: {done.stderr.strip()}")
     word = {"net": "network", "user": "user"}[kind]
-    assert f"NotAllowed: the kernel allows no more {word} namespaces ([Errno 28] {limit} = {allowed})" in done.stderr
+    assert (
+        f"NotAllowed: the Linux kernel allows no more {word} namespaces ([Errno 28] {limit} = {allowed})" in done.stderr
+    )
     assert f"sysctl -w {limit}=" in done.stderr
     assert "modules" not in done.stderr

@@ -22,7 +22,7 @@ from thinwire import registry
 from thinwire.comm.base import Comm
 from thinwire.config import RunConfig
 from thinwire.errors import RunError, UsageError
-from thinwire.launch.launcher import resolve
+from thinwire.launch.settings import resolve
 from thinwire.run.checkpoint import _hash_of
 from thinwire.run.evaluation import evaluate
 from thinwire.run.records import RunFolder, read_rows

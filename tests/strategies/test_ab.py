@@ -19,7 +19,7 @@ import thinwire as tw
 from tests.strategies.test_laws import batches, same, sgd, small_net, steps, trainer, weights
 from tests.worlds import ProcessWorlds
 from thinwire.comm.base import Comm
-from thinwire.comm.ledger import all_reduce_bytes
+from thinwire.comm.wire_bytes import all_reduce_bytes
 from thinwire.errors import RunError, UsageError
 from thinwire.exchange.overlapped import Overlapped
 from thinwire.strategies.ab import AB

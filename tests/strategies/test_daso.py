@@ -14,7 +14,7 @@ import thinwire as tw
 from tests.strategies.test_data_parallel import PLAIN
 from tests.strategies.test_laws import batches, epochs, same, sgd, steps, trainer, weights
 from thinwire.comm.base import Comm
-from thinwire.comm.ledger import all_reduce_bytes
+from thinwire.comm.wire_bytes import all_reduce_bytes
 from thinwire.errors import UsageError
 from thinwire.strategies.daso import DASO, Cycle, Plateau
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import thinwire as tw
 from tests.strategies.test_laws import MODELS, batches, same, sgd, steps, trainer, weights
 from thinwire.comm.base import Comm
-from thinwire.comm.ledger import all_reduce_bytes
+from thinwire.comm.wire_bytes import all_reduce_bytes
 from thinwire.reducers.base import Named, Reduced, Reducer, ReducerState
 from thinwire.reducers.error_feedback import error_feedback
 from thinwire.reducers.global_randk import global_randk

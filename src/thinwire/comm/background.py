@@ -1,4 +1,4 @@
-"""Talking beside the computation: one thread per group that does what it is given, in order."""
+"""Communication while the main thread computes: one thread for each group, which runs functions in order."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ CLOSE_SECONDS = 2.0
 
 
 class BackgroundWork(Generic[T]):
-    """Something under way that uses a group. `wait` gives its result, or raises what it raised."""
+    """A function that runs on another thread. `wait` returns its result, or raises its error."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
         self.future: Future[T] = Future()
 
     def run(self, work: Callable[[], T]) -> None:
-        """Do it, on this thread."""
+        """Run the function on the current thread and keep its result or its error."""
         try:
             self.future.set_result(work())
         except BaseException as error:
             self.future.set_exception(error)
 
     def wait(self) -> T:
-        """Stand still until it is done; the part of that in which it was talking is waiting for the network."""
+        """Block until it is done. Only the time in which an operation was in flight counts as waiting."""
         begin = time.perf_counter()
         try:
             return self.future.result()
         finally:
-            self.ledger.timeline.waited_for_talks(begin, time.perf_counter())
+            self.ledger.timeline.add_waiting_for_background(begin, time.perf_counter())
 
 
 class CommThread:
-    """One thread that does what it is given, in order. It ends with the process, whatever it is waiting for.
+    """One thread that runs functions in order. It is a daemon: a process can end while it waits for a lost peer.
 
-    It computes on one core: a team of its own, as torch would give it, takes the cores away from the computation and,
-    because teams wait for work by spinning, slows down both of them several times.
+    It computes on one core. torch would give it a pool of threads. Such pools wait by spinning, so two of them would
+    compete for the cores and slow down each other several times.
     """
 
     def __init__(self, name: str, ledger: Ledger) -> None:
@@ -56,16 +56,16 @@ class CommThread:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def submit(self, run: Callable[[], None]) -> None:
-        """Have a function run, after all earlier ones, under the purpose that the caller has now."""
+        """Run a function after all earlier ones, under the caller's present purpose."""
         if not self._thread.ident:
             cores = torch.get_num_threads()
             self._thread.start()
             self._ready.wait()
-            torch.set_num_threads(cores)  # its setting is also that of threads to come
+            torch.set_num_threads(cores)  # the new thread's setting is also the default of later threads
         self._work.put((self.ledger.current_purpose, run))
 
     def stream(self, device: torch.device, ready: torch.cuda.Event | None) -> AbstractContextManager[Any]:
-        """On a GPU, work on a stream of this thread's own, after what it needs is ready."""
+        """On a GPU, use a stream of this thread that waits for the event `ready`; on a CPU (None), do nothing."""
         if ready is None:
             return nullcontext()
         if device not in self._streams:
@@ -74,24 +74,24 @@ class CommThread:
         return torch.cuda.stream(self._streams[device])
 
     def close(self) -> None:
-        """End the thread once it has done everything. One that waits for a lost peer is left to the process's end."""
+        """End the thread once it has run everything; if it waits for a lost peer, return after a moment."""
         self._work.put(None)
         if self._thread.ident:
             self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
-        torch.get_num_threads()  # else torch would set it anew when this thread first needs it
+        torch.get_num_threads()  # else torch would overwrite the setting when this thread first computes
         torch.set_num_threads(1)
         self._ready.set()
         while (item := self._work.get()) is not None:
             purpose, run = item
             with self.ledger.purpose(purpose):
                 run()
-            del item, run  # and with it what it refers to, before the next one comes
+            del item, run  # free the tensors that it refers to before waiting for the next one
 
 
 def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """What a GPU was told to do until now, to wait for; None on a CPU, which has done it."""
+    """An event after everything that a GPU's current stream was given; None on a CPU, which is not asynchronous."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event(enable_timing=True)

@@ -14,7 +14,7 @@ Purpose = Literal["train", "sync", "eval", "checkpoint", "start"]
 
 
 class Key(NamedTuple):
-    """What the totals are kept by."""
+    """The ledger keeps one total for each key."""
 
     purpose: Purpose
     link: str
@@ -27,13 +27,13 @@ class Total:
     """Sums over all operations of one key."""
 
     calls: int = 0
-    payload_bytes: int = 0  # size of the tensors handed over
-    wire_bytes: int = 0  # what this rank put on the link for them
+    payload_bytes: int = 0  # size of the tensors given
+    wire_bytes: int = 0  # what this rank put on the network for them
     between_bytes: int = 0  # the part of wire_bytes that left the node
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        self.under_way, self.looked_at = 0, 0.0  # operations that were begun, and when one last began or ended
+        self.in_flight, self.clock_at = 0, 0.0  # started operations, and when one last started or ended
 
 
 class Ledger:
@@ -41,7 +41,7 @@ class Ledger:
 
     >>> ledger = Ledger()
     >>> with ledger.purpose("eval"):
-    ...     line = ledger.book("world", "all_reduce", ranks=4, payload_bytes=400, wire_bytes=600, between_bytes=600)
+    ...     total = ledger.book("world", "all_reduce", ranks=4, payload_bytes=400, wire_bytes=600, between_bytes=600)
     >>> ledger.wire_bytes, ledger.rows()[0]["purpose"]
     (600, 'eval')
     """
@@ -50,32 +50,32 @@ class Ledger:
         self.totals: dict[Key, Total] = {}
         self.timeline = Timeline()
         self._lock = threading.Lock()
-        self._purpose = threading.local()  # each thread says for itself what it is doing
+        self._purpose = threading.local()  # each thread has a purpose of its own
 
     @contextmanager
     def purpose(self, purpose: Purpose, instead_of: Purpose | None = None) -> Iterator[None]:
         """Book what this thread sends inside the block under a purpose; outside of any block it is "train".
 
-        With `instead_of`, only where it would else be booked under that one: a caller's own purpose stays.
+        With `instead_of`, only if the purpose has been that one; a caller's other purpose stays.
         """
         before = self.current_purpose
-        self._purpose.now = purpose if instead_of in (None, before) else before
+        self._purpose.current = purpose if instead_of in (None, before) else before
         try:
             yield
         finally:
-            self._purpose.now = before
+            self._purpose.current = before
 
     @property
     def current_purpose(self) -> Purpose:
-        """What this thread is doing."""
-        purpose: Purpose = getattr(self._purpose, "now", "train")
+        """The purpose under which this thread's operations are booked now."""
+        purpose: Purpose = getattr(self._purpose, "current", "train")
         return purpose
 
     def book(
         self, link: str, op: str, *, ranks: int, payload_bytes: int, wire_bytes: int, between_bytes: int,
         seconds: float = 0.0,
     ) -> Total:  # fmt: skip
-        """Add one operation; returns the line that it is in, for `began` and `ended`."""
+        """Add one operation; returns the total that it is part of, for `start_clock` and `stop_clock`."""
         key = Key(self.current_purpose, link, op, ranks)
         with self._lock:
             total = self.totals.setdefault(key, Total())
@@ -86,20 +86,20 @@ class Ledger:
             total.seconds += seconds
             return total
 
-    def began(self, line: Total, at: float) -> None:
-        """An operation of a line is under way from now on; time in which several are counts once."""
-        self._pass_time(line, at, 1)
+    def start_clock(self, total: Total, at: float) -> None:
+        """An operation started. Time in which several of one total are in flight counts once."""
+        self._advance_clock(total, at, 1)
 
-    def ended(self, line: Total, at: float) -> None:
-        """One of them is over."""
-        self._pass_time(line, at, -1)
+    def stop_clock(self, total: Total, at: float) -> None:
+        """An operation ended."""
+        self._advance_clock(total, at, -1)
 
-    def _pass_time(self, line: Total, at: float, change: int) -> None:
+    def _advance_clock(self, total: Total, at: float, change: int) -> None:
         with self._lock:
-            if line.under_way:
-                line.seconds += max(0.0, at - line.looked_at)
-            line.looked_at = max(at, line.looked_at)
-            line.under_way += change
+            if total.in_flight:
+                total.seconds += max(0.0, at - total.clock_at)
+            total.clock_at = max(at, total.clock_at)
+            total.in_flight += change
 
     @property
     def wire_bytes(self) -> int:
@@ -120,40 +120,11 @@ class Ledger:
         }
 
 
-Sent = dict[int, int]  # to which rank of the group, how many bytes
-
-
-def all_reduce_bytes(payload: int, ranks: int) -> int:
-    """A ring: 2(n−1)/n of the payload, in n−1 steps of summing and n−1 of handing round."""
-    return round(2 * (ranks - 1) / ranks * payload)
-
-
-def all_gather_bytes(payload: int, ranks: int) -> int:
-    """A ring: each rank passes on n−1 parts of the size of its own."""
-    return (ranks - 1) * payload
-
-
-def round_the_ring(num_bytes: int, ranks: int, rank: int) -> Sent:
-    """All of it to the next rank."""
-    return {(rank + 1) % ranks: num_bytes} if ranks > 1 else {}
-
-
-def broadcast(payload: int, ranks: int, rank: int, root: int, backend: str) -> Sent:
-    """gloo: a binomial tree, the root sends ⌈log₂ n⌉ copies; nccl: a chain, all but the last send one."""
-    place = (rank - root) % ranks
-    if backend == "nccl":
-        next_places = [place + 1] if place < ranks - 1 else []
-    else:
-        rounds = (ranks - 1).bit_length()
-        next_places = [place + 2**i for i in range(rounds) if place < 2**i and place + 2**i < ranks]
-    return {(root + next_place) % ranks: payload for next_place in next_places}
-
-
 # ---- totals of a run
 
-LINKS = ("inside", "between")  # nodes
-TRAINING = ("train", "sync")  # purposes of the ledger; the others are start, eval and checkpoint
-SentByPurpose = dict[str, dict[str, int]]  # bytes of all ranks by purpose, then inside and between nodes
+LINKS = ("inside", "between")  # inside nodes, and between them
+TRAINING = ("train", "sync")  # purposes of training; the others are start, eval and checkpoint
+SentByPurpose = dict[str, dict[str, int]]  # purpose → link → bytes of all ranks
 
 
 def bytes_of(sent: SentByPurpose, purposes: Collection[str] | None = None, links: Collection[str] = LINKS) -> int:

@@ -1,12 +1,9 @@
-"""Ranks as processes: torch process groups that book what they send."""
+"""Ranks as processes: a Comm over torch process groups."""
 
 from __future__ import annotations
 
-import datetime
-import functools
-import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,16 +11,16 @@ from torch import Tensor
 from torch.distributed import GradBucket as GradBucket
 
 from thinwire.comm.background import BackgroundWork, CommThread, record_event
-from thinwire.comm.base import Comm, Op, Work
+from thinwire.comm.base import Comm, Op, find_own_group
 from thinwire.comm.ledger import Ledger
+from thinwire.comm.process_groups import GroupPair, new_group_pair, peer_errors, timeout_of
+from thinwire.comm.work import MappedWork, Work
 from thinwire.common.tensors import num_bytes
-from thinwire.errors import PeerLost, RunError, UsageError
+from thinwire.errors import RunError, UsageError
 
 T = TypeVar("T")
-_Pair = tuple[dist.ProcessGroup, dist.ProcessGroup]
-
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-GLOO_SUMS = {
+GLOO_REDUCES = {
     torch.float32, torch.float64, torch.float16, torch.bfloat16,
     torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool,
 }  # fmt: skip
@@ -32,13 +29,15 @@ GLOO_SUMS = {
 class ProcessComm(Comm):
     """A torch process group that books what it sends. Get one from `thinwire.join()`.
 
-    `side_group` has the same ranks, for what must not mix with our messages: DDP sends a few of its own while
-    the communication thread is at work, and a group's messages must go in the same order on every rank.
+    `side_group` has the same ranks and is for DDP, which sends messages of its own while the communication thread
+    sends ours. On one group their order would differ between ranks.
     """
 
     is_async = True
 
-    def __init__(self, groups: _Pair, link: str, ledger: Ledger, device: torch.device, nodes: Sequence[int]) -> None:
+    def __init__(
+        self, groups: GroupPair, link: str, ledger: Ledger, device: torch.device, nodes: Sequence[int]
+    ) -> None:
         self.group, self.side_group = groups
         self.nodes = tuple(nodes)
         self.rank = self.group.rank()
@@ -48,107 +47,110 @@ class ProcessComm(Comm):
         self.ledger = ledger
         self.wire_device = torch.device("cpu") if self.backend == "gloo" else device
         self.thread = CommThread(f"thinwire-{link}", ledger)
-        self._parts: list[ProcessComm] = []
+        self._subgroups: list[ProcessComm] = []
 
     def split(self, groups: Sequence[Sequence[int]], link: str) -> ProcessComm:
-        self._group_of_mine(groups)
+        members = find_own_group(groups, self.rank, self.size)
         if self.size != dist.get_world_size():
             raise UsageError("split: only the whole world can be split, because every rank must make every group")
-        waits = timeout_of(self.group)
-        made = [new_pair(list(group), self.backend, waits) for group in groups]
-        mine, members = next(x for x in zip(made, groups, strict=True) if self.rank in x[1])
-        part = ProcessComm(mine, link, self.ledger, self.wire_device, [self.nodes[r] for r in sorted(members)])
-        self._parts.append(part)
-        return part
+        timeout = timeout_of(self.group)
+        pairs = [new_group_pair(list(group), self.backend, timeout) for group in groups]
+        own = next(pair for pair, group in zip(pairs, groups, strict=True) if self.rank in group)
+        subgroup = ProcessComm(own, link, self.ledger, self.wire_device, [self.nodes[r] for r in members])
+        self._subgroups.append(subgroup)
+        return subgroup
 
     @property
     def closed(self) -> bool:
-        """Whether the groups are gone."""
+        """Whether `close` was called."""
         return "group" not in self.__dict__
 
     def __getattr__(self, name: str) -> Any:
         if name in ("group", "side_group"):
-            raise RunError("ranks cannot talk any more: the world was closed; train inside of `with thinwire.join()`")
+            raise RunError("ranks cannot communicate: the world was closed; train inside of `with thinwire.join()`")
         raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
 
     def close(self) -> None:
-        """End the communication thread and the groups that were made for this one, and those split from it.
+        """End the communication thread, this group and the groups split from it.
 
-        Gloo's threads end when nobody refers to their group any more; one that lets go of its last tensor while
-        the interpreter is ending would abort the process.
+        gloo's threads end once nothing refers to their group. They must end before the interpreter does: one that
+        frees its last tensor while the interpreter ends aborts the process.
         """
         if self.closed:
             return
         self.thread.close()
-        self.close_parts()
+        self.close_subgroups()
         groups = [self.side_group] if self.group is dist.group.WORLD else [self.side_group, self.group]
         del self.group, self.side_group
         while groups:
             group = groups.pop(0)
-            if dist.is_initialized():  # else somebody has destroyed them all
+            if dist.is_initialized():  # else all groups were destroyed already
                 dist.destroy_process_group(group)
             del group
 
-    def close_parts(self) -> None:
+    def close_subgroups(self) -> None:
         """Close the groups that were split from this one."""
-        while self._parts:
-            self._parts.pop().close()
+        while self._subgroups:
+            self._subgroups.pop().close()
 
     def in_background(self, work: Callable[[], T], device: torch.device) -> BackgroundWork[T]:
         assert self.group  # raises if it was closed
         ready = record_event(device)
         background: BackgroundWork[T] = BackgroundWork(self.ledger)
 
-        def after_what_it_needs() -> T:
+        def run_when_ready() -> T:
             with self.thread.stream(device, ready):
                 result = work()
                 if ready is not None:
                     torch.cuda.current_stream(device).synchronize()
                 return result
 
-        self.thread.submit(lambda: background.run(after_what_it_needs))
+        self.thread.submit(lambda: background.run(run_when_ready))
         return background
 
     def _start_reduce(self, tensor: Tensor, op: Op) -> Work:
-        if self.backend == "gloo" and tensor.dtype not in GLOO_SUMS:
-            raise UsageError(f"gloo cannot reduce {tensor.dtype}; possible: {sorted(map(str, GLOO_SUMS))}")
+        if self.backend == "gloo" and tensor.dtype not in GLOO_REDUCES:
+            raise UsageError(f"gloo cannot reduce {tensor.dtype}; possible: {sorted(map(str, GLOO_REDUCES))}")
         staged = self._staged(tensor)
         if not staged.numel():
             return _Work(None, staged, tensor.device)
-        return guarded(
-            lambda: _Work(dist.all_reduce(staged, OPS[op], self.group, async_op=True), staged, tensor.device)
-        )
+        with peer_errors():
+            return _Work(dist.all_reduce(staged, OPS[op], self.group, async_op=True), staged, tensor.device)
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         sent = _as_bytes(self._staged(tensor))
-        out = self._room(self.size * sent.numel(), tensor.device)
+        out = self._buffer(self.size * sent.numel(), tensor.device)
         if sent.numel():
-            guarded(lambda: dist.all_gather(list(out.view(self.size, -1).unbind()), sent, self.group))
+            with peer_errors():
+                dist.all_gather(list(out.view(self.size, -1).unbind()), sent, self.group)
         return _parts(out, [tensor] * self.size)
 
     def _all_to_all(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
         sent = _end_to_end([_as_bytes(part.detach().contiguous()) for part in parts])
         sent = sent if sent.device == self.wire_device else self._staged(sent)
         sizes, counts = [num_bytes(part) for part in like], [num_bytes(part) for part in parts]
-        out = self._room(sum(sizes), like[0].device)
-        guarded(lambda: dist.all_to_all_single(out, sent, sizes, counts, self.group))
+        out = self._buffer(sum(sizes), like[0].device)
+        with peer_errors():
+            dist.all_to_all_single(out, sent, sizes, counts, self.group)
         return _parts(out, like)
 
     def _broadcast(self, tensor: Tensor, root: int) -> Tensor:
         sent = _as_bytes(self._staged(tensor))
         if sent.numel():
-            guarded(lambda: dist.broadcast(sent, group=self.group, group_src=root))
+            with peer_errors():
+                dist.broadcast(sent, group=self.group, group_src=root)
         return _restored(sent, tensor)
 
     def _isend(self, tensor: Tensor, to: int) -> Work:
         sent = _as_bytes(self._staged(tensor))
-        return guarded(lambda: _Work(dist.isend(sent, group=self.group, group_dst=to), sent, self.wire_device))
+        with peer_errors():
+            return _Work(dist.isend(sent, group=self.group, group_dst=to), sent, self.wire_device)
 
     def _irecv(self, like: Tensor, source: int) -> Work:
-        out = self._room(num_bytes(like), like.device)
-        return guarded(
-            lambda: _Receiving(_Work(dist.irecv(out, group=self.group, group_src=source), out, like.device), like)
-        )
+        out = self._buffer(num_bytes(like), like.device)
+        with peer_errors():
+            work = _Work(dist.irecv(out, group=self.group, group_src=source), out, like.device)
+        return MappedWork(work, lambda data: _restored(data, like))
 
     def _staged(self, tensor: Tensor) -> Tensor:
         """A private contiguous copy where the backend can send it from (gloo: host memory, pinned for a GPU)."""
@@ -156,29 +158,14 @@ class ProcessComm(Comm):
         staged = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.wire_device, pin_memory=pin)
         return staged.copy_(tensor.detach())
 
-    def _room(self, num_bytes: int, device: torch.device) -> Tensor:
-        """Where the backend can put what is meant for a device."""
+    def _buffer(self, num_bytes: int, device: torch.device) -> Tensor:
+        """Memory that the backend can receive into, for data that then moves to a device."""
         pin = device.type == "cuda" and self.wire_device.type == "cpu"
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.wire_device, pin_memory=pin)
 
 
-def new_pair(ranks: list[int] | None, backend: str, timeout: datetime.timedelta | None) -> _Pair:
-    """A group of some ranks, or of all, and one beside it. Every rank makes it, member or not."""
-    make = functools.partial(dist.new_group, ranks, timeout=timeout, backend=backend)
-    return make(), make()
-
-
-def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
-    """How long a group's ranks wait for each other; None where its backend does not tell (MPI), torch's default."""
-    try:
-        waits: datetime.timedelta = group._get_backend(group._device_types[0]).options._timeout
-    except RuntimeError:
-        return None
-    return waits
-
-
 class _Work:
-    """A torch work handle with the tensor that it fills."""
+    """A torch work handle (None: nothing to do) with the tensor that it fills, which then moves to a device."""
 
     def __init__(self, work: Any, tensor: Tensor, device: torch.device) -> None:
         self.work = work
@@ -187,39 +174,13 @@ class _Work:
 
     def wait(self) -> Tensor:
         if self.work is not None:
-            guarded(self.work.wait)
+            with peer_errors():
+                self.work.wait()
         to_gpu = self.device.type == "cuda"  # from pinned memory, which is kept until the copy is done
         return self.tensor.to(self.device, non_blocking=to_gpu)
 
     def done(self) -> bool:
         return self.work is None or bool(self.work.is_completed())
-
-
-class _Receiving(NamedTuple):
-    """Bytes under way that will be a tensor like another."""
-
-    work: _Work
-    like: Tensor
-
-    def wait(self) -> Tensor:
-        return _restored(self.work.wait(), self.like)
-
-    def done(self) -> bool:
-        return self.work.done()
-
-
-def guarded(run: Callable[[], T]) -> T:
-    """Turn torch's connection errors into PeerLost, after a moment in which the launcher can see the first cause."""
-    try:
-        return run()
-    except RuntimeError as error:
-        if not any(sign in str(error) for sign in ("onnection", "peer", "imed out", "gloo")):
-            raise
-        time.sleep(PEER_GRACE_SECONDS)
-        raise PeerLost(f"lost contact with another rank ({str(error).splitlines()[0]})") from error
-
-
-PEER_GRACE_SECONDS = 3.0
 
 
 def _parts(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

@@ -1,19 +1,18 @@
-"""Mail between two ranks: tensors of any shape in bounded queues, under way while both compute."""
+"""Bounded queues of tensors from one rank to another, which are sent and received while both compute."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thinwire.codecs.features import Wire, pack, packed_bytes, unpack
 from thinwire.comm.background import BackgroundWork
-from thinwire.comm.base import Comm, Work
-from thinwire.common.tensors import named_tensors, num_bytes
+from thinwire.comm.base import Comm
+from thinwire.comm.work import Work
 from thinwire.errors import PeerLost, UsageError
 
 DTYPES = [
@@ -21,91 +20,92 @@ DTYPES = [
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
 ]  # fmt: skip
 MAX_DIMENSIONS = 6
-LABEL_NUMBERS = MAX_DIMENSIONS + 3  # what it is about, dtype, number of dimensions, and the dimensions
-BLANK = torch.tensor([0, 0, -1] + [0] * MAX_DIMENSIONS)  # the label of nothing
+HEADER_NUMBERS = MAX_DIMENSIONS + 3  # fingerprint, dtype, number of dimensions, and the dimensions
+EMPTY_HEADER = torch.tensor([0, 0, -1] + [0] * MAX_DIMENSIONS)  # of a message without a tensor
 
 
 class SendQueue:
-    """Sends tensors to one rank in order, and returns at once unless `room` of them are still under way."""
+    """Sends tensors to one rank in order. `put` returns at once unless `capacity` of them are still in flight."""
 
-    def __init__(self, comm: Comm, to: int, room: int, wire: Wire = "exact") -> None:
-        self.comm, self.to, self.room, self.wire = comm, to, room, wire
+    def __init__(self, comm: Comm, to: int, capacity: int, wire: Wire = "exact") -> None:
+        self.comm, self.to, self.capacity, self.wire = comm, to, capacity, wire
         self.under_way: deque[list[Work]] = deque()
-        self.awaited = 0  # messages that the receiver has made room for already
+        self.num_expected = 0  # further messages that the receiver has begun to receive already
 
-    def put(self, tensor: Tensor, more: int = 0, about: int = 0) -> None:
-        """Send a tensor; it may change afterwards. The receiver gives the same `more`: how many will follow.
+    def put(self, tensor: Tensor, num_following: int = 0, fingerprint: int = 0) -> None:
+        """Send a tensor, which may change afterwards. At least `num_following` will be put after it.
 
-        `about` is a number that the receiver can check, as a fingerprint of the batch that the tensor is of.
+        The receiver calls `get` with the same `num_following`. `fingerprint` is a number that it can check.
         """
-        with named(self.comm, self.to):
-            while len(self.under_way) >= self.room:
+        with _naming_stage(self.comm, self.to):
+            while len(self.under_way) >= self.capacity:
                 self._wait_for_oldest()
-            parts = [label(tensor, about), pack(tensor, self.wire)]
+            parts = [make_header(tensor, fingerprint), pack(tensor, self.wire)]
             self.under_way.append([self.comm.isend(part, self.to) for part in parts])
-        self.awaited = min(self.room, more) if self.comm.is_async else 0
+        self.num_expected = min(self.capacity, num_following) if self.comm.is_async else 0
 
     def end(self) -> None:
-        """No more will follow for now, whatever was said: empty messages for those that are awaited."""
-        with named(self.comm, self.to):
-            self.under_way += [[self.comm.isend(BLANK, self.to)] for _ in range(self.awaited)]
-        self.awaited = 0
+        """No tensor will follow for now: send an empty message for each that the receiver expects."""
+        with _naming_stage(self.comm, self.to):
+            self.under_way += [[self.comm.isend(EMPTY_HEADER, self.to)] for _ in range(self.num_expected)]
+        self.num_expected = 0
         self.flush()
 
     def flush(self) -> None:
         """Return once everything has been received."""
-        with named(self.comm, self.to):
+        with _naming_stage(self.comm, self.to):
             while self.under_way:
                 self._wait_for_oldest()
 
     def _wait_for_oldest(self) -> None:
-        for pending in self.under_way.popleft():
-            pending.wait()
+        for work in self.under_way.popleft():
+            work.wait()
 
 
 class RecvQueue:
-    """Receives tensors from one rank in order, up to `room` of them before they are asked for.
+    """Receives tensors from one rank in order, up to `capacity` of them before they are asked for.
 
-    Both ends are told how many messages are sure to follow (`more`), and by that alone both know how many the receiver
-    has made room for: a receive cannot be taken back, so each must be answered, at last by an empty message.
+    A started receive cannot be cancelled, so each needs a message, in the end an empty one. Sender and receiver are
+    given the same `num_following`, and from it both know how many receives were started.
     """
 
-    def __init__(self, comm: Comm, source: int, room: int, device: torch.device, wire: Wire = "exact") -> None:
-        self.comm, self.source, self.room, self.device, self.wire = comm, source, room, device, wire
+    def __init__(self, comm: Comm, source: int, capacity: int, device: torch.device, wire: Wire = "exact") -> None:
+        self.comm, self.source, self.capacity, self.device, self.wire = comm, source, capacity, device, wire
         self.coming: deque[BackgroundWork[tuple[int, Tensor]]] = deque()
 
+    def get(self, num_following: int = 0) -> tuple[int, Tensor]:
+        """The fingerprint of the next tensor, and the tensor.
+
+        At least `num_following` come after it; only those are received before they are asked for.
+        """
+        with _naming_stage(self.comm, self.source):
+            fingerprint, tensor = self.coming.popleft().wait() if self.coming else self._receive()
+            if tensor.is_cuda:  # it was made on the other thread's stream, which must not reuse its memory too early
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            while self.comm.is_async and len(self.coming) < min(self.capacity, num_following):
+                self.coming.append(self.comm.in_background(self._receive, self.device))
+            return fingerprint, tensor
+
     def end(self) -> None:
-        """Wait for the empty messages that stand for those which will not come."""
-        with named(self.comm, self.source):
+        """Receive the empty messages that the sender's `end` sends."""
+        with _naming_stage(self.comm, self.source):
             while self.coming:
                 self.coming.popleft().wait()
 
-    def take(self, more: int = 0) -> tuple[int, Tensor]:
-        """What the next tensor is about, and the tensor.
-
-        At least `more` are known to come after it: only those are received ahead of need.
-        """
-        with named(self.comm, self.source):
-            about, tensor = self.coming.popleft().wait() if self.coming else self._receive()
-            if tensor.is_cuda:  # its memory is of the other thread's stream, which must not have it back too early
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
-            while self.comm.is_async and len(self.coming) < min(self.room, more):
-                self.coming.append(self.comm.in_background(self._receive, self.device))
-            return about, tensor
-
     def _receive(self) -> tuple[int, Tensor]:
-        about, code, ndim, *sizes = self.comm.recv(torch.zeros(LABEL_NUMBERS, dtype=torch.int64), self.source).tolist()
+        header = self.comm.recv(torch.zeros(HEADER_NUMBERS, dtype=torch.int64), self.source)
+        fingerprint, code, ndim, *sizes = header.tolist()
         shape, dtype = sizes[:ndim], DTYPES[code]
         if ndim < 0:
-            return about, torch.empty(0)
-        room = torch.empty(packed_bytes(shape, dtype, self.wire), dtype=torch.uint8, device=self.device)
-        return about, unpack(self.comm.recv(room, self.source), shape, dtype, self.wire)
+            return fingerprint, torch.empty(0)
+        like = torch.empty(packed_bytes(shape, dtype, self.wire), dtype=torch.uint8, device=self.device)
+        return fingerprint, unpack(self.comm.recv(like, self.source), shape, dtype, self.wire)
 
 
-def label(tensor: Tensor, about: int = 0) -> Tensor:
-    """What a tensor's receiver must know beforehand: what it is about, its type and its shape.
+def make_header(tensor: Tensor, fingerprint: int = 0) -> Tensor:
+    """What the receiver must know before it receives a tensor: fingerprint, dtype and shape.
 
-    >>> label(torch.zeros(2, 3), about=7).tolist()
+    >>> make_header(torch.zeros(2, 3), fingerprint=7).tolist()
     [7, 0, 2, 2, 3, 0, 0, 0, 0]
     """
     if tensor.dtype not in DTYPES:
@@ -116,70 +116,14 @@ def label(tensor: Tensor, about: int = 0) -> Tensor:
             f"blocks cannot pass on tensors of {tensor.ndim} dimensions; possible: up to {MAX_DIMENSIONS}; flatten "
             "some of them, or cut the model elsewhere"
         )
-    numbers = [about, DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
-    return torch.tensor(numbers + [0] * (LABEL_NUMBERS - len(numbers)))
+    numbers = [fingerprint, DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
+    return torch.tensor(numbers + [0] * (HEADER_NUMBERS - len(numbers)))
 
 
 @contextmanager
-def named(comm: Comm, rank: int) -> Iterator[None]:
-    """Say which stage it was that could not be reached."""
+def _naming_stage(comm: Comm, rank: int) -> Iterator[None]:
+    """Name the stage that could not be reached in the error."""
     try:
         yield
     except PeerLost as error:
         raise PeerLost(f"stage {rank + 1} of {comm.size} does not answer: {error}") from error
-
-
-class Copies:
-    """A module's tensors on other ranks: sent every so many steps, and used one such period later.
-
-    Nobody waits for them: they have a whole period to travel, and which step uses which copy is known beforehand.
-    """
-
-    def __init__(self, comm: Comm, module: nn.Module, source: int, readers: Sequence[int], every: int) -> None:
-        self.comm, self.module, self.source, self.readers, self.every = comm, module, source, readers, every
-        self.sending: list[Work] = []
-        self.coming: Work | None = None
-
-    def refresh(self, step: int) -> None:
-        """Called by every rank before every step."""
-        if step == 0 or step % self.every:
-            return
-        if self.comm.rank == self.source:
-            for pending in self.sending:
-                pending.wait()
-            self.sending = [self.comm.isend(self._bytes(), reader) for reader in self.readers]
-        elif self.comm.rank in self.readers:
-            if self.coming is not None:
-                self._use(self.coming.wait())
-            self.coming = self.comm.irecv(self._bytes(), self.source)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The copy that is under way."""
-        return {"coming": self.coming.wait()} if self.coming is not None else {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for pending in [*self.sending, *([self.coming] if self.coming is not None else [])]:
-            pending.wait()
-        self.sending = []
-        self.coming = Arrived(state["coming"].to(self._bytes().device)) if "coming" in state else None
-
-    def _bytes(self) -> Tensor:
-        return torch.cat([t.detach().reshape(-1).view(torch.uint8) for t in named_tensors(self.module).values()])
-
-    @torch.no_grad()
-    def _use(self, data: Tensor) -> None:
-        tensors = list(named_tensors(self.module).values())
-        for tensor, part in zip(tensors, data.split([num_bytes(t) for t in tensors]), strict=True):
-            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
-
-
-class Arrived(NamedTuple):
-    """A message that is here."""
-
-    tensor: Tensor
-
-    def wait(self) -> Tensor:
-        return self.tensor
-
-    def done(self) -> bool:
-        return True

@@ -1,4 +1,4 @@
-"""When a rank computed, talked and waited. Waiting is always added up; spans are kept for a few steps only."""
+"""When a rank computed, communicated and waited. Waiting is always added up, spans are recorded for few steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Kind = Literal["step", "waiting", "communication"]
 
 
 class Span(NamedTuple):
-    """Something that took a while, on the clock of time.perf_counter."""
+    """A period of time, on the clock of time.perf_counter."""
 
     kind: Kind
     name: str
@@ -25,78 +25,73 @@ class Span(NamedTuple):
 class Timeline:
     """One rank's use of time.
 
-    Inside of `step`, the thread that computes is waiting while it is in an operation of a Comm, or for one.
-    Other threads may talk meanwhile: that is communication, but nobody waits for it.
+    Inside `step`, the thread that computes is waiting while it runs an operation of a Comm or waits for one.
+    Operations on other threads are communication, but not waiting.
 
     >>> timeline = Timeline()
     >>> with timeline.step(0):
-    ...     timeline.waited(1.0, 1.5)
+    ...     timeline.add_waiting(1.0, 1.5)
     >>> timeline.waiting_seconds
     0.5
     """
 
     def __init__(self) -> None:
         self.waiting_seconds = 0.0
-        self._computing: int | None = None  # the thread that does, inside of a step
+        self._computing_thread: int | None = None  # set inside `step`
         self._step = 0
         self._spans: list[Span] = []
-        self._recording = False
-        self._talks: list[tuple[float, float]] = []  # operations of this step, on whatever thread
+        self._is_recording = False
+        self._operations: list[tuple[float, float]] = []  # begin and end of this step's operations, on all threads
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """A training step, on the thread that computes."""
         begin = time.perf_counter()
         self._step = number
-        self._talks = []
-        self._computing = threading.get_ident()
+        self._operations = []
+        self._computing_thread = threading.get_ident()
         try:
             yield
         finally:
-            self._computing = None
+            self._computing_thread = None
             self._keep(Span("step", "", begin, time.perf_counter(), number))
 
-    @property
-    def computing_here(self) -> bool:
-        """Is the present thread the one that computes, and in a step?"""
-        return self._computing == threading.get_ident()
-
-    def waited(self, begin: float, end: float) -> None:
-        """The computing thread stood still. Of another thread this is nobody's loss, and not counted."""
-        if self.computing_here:
+    def add_waiting(self, begin: float, end: float) -> None:
+        """The current thread waited. It counts only if it is the computing thread, inside a step."""
+        if self._computing_thread == threading.get_ident():
             self.waiting_seconds += end - begin
             self._keep(Span("waiting", "", begin, end, self._step))
 
-    def waited_for_talks(self, begin: float, end: float) -> None:
-        """The computing thread stood still while another was talking, now and then: only that is waiting.
+    def add_waiting_for_background(self, begin: float, end: float) -> None:
+        """The computing thread waited for another thread. It counts only while that one had an operation in flight.
 
         What the other thread does between operations, such as copying or compressing, is computing.
         """
-        for talk_begin, talk_end in sorted(self._talks):
-            if talk_begin < end and talk_end > begin:
-                self.waited(max(begin, talk_begin), min(end, talk_end))
-                begin = min(end, talk_end)  # two may go on at once
+        for op_begin, op_end in sorted(self._operations):
+            if op_begin < end and op_end > begin:
+                self.add_waiting(max(begin, op_begin), min(end, op_end))
+                begin = min(end, op_end)  # operations may overlap
 
     @property
-    def talking_seconds(self) -> float:
-        """How long operations took in this step."""
-        return sum(end - begin for begin, end in self._talks)
+    def operation_seconds(self) -> float:
+        """How long the operations of this step took."""
+        return sum(end - begin for begin, end in self._operations)
 
-    def communicated(self, op: str, begin: float, end: float, num_bytes: int) -> None:
-        """An operation was under way, on whatever thread."""
-        self._talks.append((begin, end))
+    def add_operation(self, op: str, begin: float, end: float, num_bytes: int) -> None:
+        """An operation was in flight, on any thread."""
+        self._operations.append((begin, end))
         self._keep(Span("communication", op, begin, end, self._step, num_bytes))
 
     def record(self) -> None:
         """Keep spans from now on."""
-        self._recording = True
+        self._is_recording = True
 
     def pause(self) -> None:
-        """Keep no more."""
-        self._recording = False
+        """Keep no spans from now on."""
+        self._is_recording = False
 
-    def recorded(self) -> list[dict[str, Any]]:
-        """The spans that were kept, in wall-clock time so that ranks can be laid side by side; keeps no more."""
+    def rows(self) -> list[dict[str, Any]]:
+        """Pause, and return the recorded spans for JSON, in wall-clock time so that those of ranks can be compared."""
         self.pause()
         to_wall_clock = time.time() - time.perf_counter()
         return [
@@ -108,5 +103,5 @@ class Timeline:
         ]  # fmt: skip
 
     def _keep(self, span: Span) -> None:
-        if self._recording:
+        if self._is_recording:
             self._spans.append(span)

@@ -1,4 +1,4 @@
-"""Which world is this process part of? torchrun, srun and mpirun each say it in their own variables."""
+"""The world that this process is part of, from the variables of torchrun, srun or mpirun."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEFAULT_PORT = 29500
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among the ranks, and where they meet."""
+    """This process's rank, the number of ranks, and the address of the store."""
 
     rank: int
     size: int
@@ -30,7 +30,7 @@ class World:
 
 
 def place(ranks: int, nodes: int) -> list[int]:
-    """The node of each rank: neighbours together, nodes as equal as possible.
+    """The node of each rank: consecutive ranks share a node, and nodes have equally many if possible.
 
     >>> place(5, 2)
     [0, 0, 0, 1, 1]
@@ -41,7 +41,7 @@ def place(ranks: int, nodes: int) -> list[int]:
 
 
 def host_id() -> int:
-    """Tells hosts apart: machines that were booted apart, or network namespaces of one machine."""
+    """A number that differs between hosts: between machines, and between network namespaces of one machine."""
     facts = [socket.gethostname()]
     with suppress(OSError):
         facts = [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/net")]
@@ -77,7 +77,7 @@ def find_world(env: Mapping[str, str] = os.environ) -> World | None:
 
 def _world(env: Mapping[str, str], launcher: str, rank: str, size: str, local_rank: str, local_size: str) -> World:
     num_ranks = _int(env, size)
-    num_local = _int(env, local_size) if local_size in env else _slurm_local(env, num_ranks)
+    num_local = _int(env, local_size) if local_size in env else _slurm_local_size(env, num_ranks)
     if not 0 <= _int(env, rank) < num_ranks:
         raise UsageError(f"{rank}={env[rank]} is rank {env[rank]} of {num_ranks} ranks; possible: 0 to {num_ranks - 1}")
     return World(
@@ -114,14 +114,14 @@ def first_host(nodelist: str) -> str:
     return host
 
 
-def _slurm_local(env: Mapping[str, str], num_ranks: int) -> int:
-    """Slurm writes tasks per node as "2(x3),1"; without it, assume one host."""
+def _slurm_local_size(env: Mapping[str, str], num_ranks: int) -> int:
+    """Ranks per node. Slurm writes "2(x3),1"; without it, assume one host."""
     tasks = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
     return int(tasks.group()) if tasks else num_ranks
 
 
 def _port(env: Mapping[str, str]) -> int:
-    """One port per Slurm job step, so that jobs sharing a host do not meet."""
+    """A port for each Slurm job step, so that jobs on one host do not use the same one."""
     if "SLURM_JOB_ID" in env:
         return 20000 + (_int(env, "SLURM_JOB_ID") * 37 + int(env.get("SLURM_STEP_ID", "0"))) % 10000
     return DEFAULT_PORT

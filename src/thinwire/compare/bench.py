@@ -35,7 +35,9 @@ from thinwire.compare.tables import comparison_lines, comparison_table
 from thinwire.compare.verdicts import as_json
 from thinwire.config import CompareConfig
 from thinwire.errors import RunError, Stopped, ThinwireError, UsageError, invalid
-from thinwire.launch.launcher import check_names, check_options, start_ranks, stopped_by_signals
+from thinwire.launch.agent import start_ranks
+from thinwire.launch.launcher import stopped_by_signals
+from thinwire.launch.settings import check_names, check_options
 from thinwire.netlab import Lab
 from thinwire.run.network import check_network, network
 from thinwire.run.records import RunFolder, is_free

@@ -8,7 +8,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import registry
-from thinwire.comm.join import beside
+from thinwire.comm.join import comm_like
 from thinwire.comm.ledger import Ledger
 from thinwire.common.dtypes import refuse_unfit
 from thinwire.errors import UsageError
@@ -86,7 +86,7 @@ def attach(
         raise UsageError(f"attach: bucket_mb={bucket_mb}; possible: more than 0")
     _refuse_strategy(parse(spec))
     reducer = registry.build("reducers", spec)
-    comm = beside(ddp.process_group, next(ddp.parameters()).device)
+    comm = comm_like(ddp.process_group, next(ddp.parameters()).device)
     scale = None if scaler is None else scaler.get_scale
     try:
         exchange = Overlapped(ddp, reducer, comm, bucket_mb, scale, in_own_loop=True)

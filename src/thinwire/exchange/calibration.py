@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from thinwire.comm.base import Comm, all_gather_json, coalesced
+from thinwire.comm.base import Comm
+from thinwire.comm.collectives import all_gather_json, coalesced
 from thinwire.exchange.streamed import StreamedModel
 
 

@@ -8,7 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from thinwire.comm.base import Comm, coalesced
+from thinwire.comm.base import Comm
+from thinwire.comm.collectives import coalesced
 from thinwire.common.packing import assign_to_least_loaded
 from thinwire.errors import RunError, UsageError
 from thinwire.surgery.lowrank import (

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm.background import record_event
 from thinwire.comm.process import GradBucket, ProcessComm
+from thinwire.comm.wire_bytes import all_reduce_sends
 from thinwire.common.messages import say
 from thinwire.errors import RunError
 from thinwire.exchange.buckets import ddp_gradients, init_states, make_buckets, missing_gradient_error
@@ -77,7 +78,7 @@ class Overlapped:
             raise missing_gradient_error()
         if self.forward.find_unused_parameters:
             payload = 4 * len(self.names)  # DDP's own all-reduce: which parameters were used
-            self.comm.book("all_reduce", payload, self.comm.all_reduce_sends(payload))
+            self.comm.book("all_reduce", payload, all_reduce_sends(payload, self.comm.size, self.comm.rank))
             self._apply_late_gradients()
 
     def _apply_late_gradients(self) -> None:

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.comm.background import BackgroundWork
-from thinwire.comm.base import Comm, coalesced
+from thinwire.comm.base import Comm
+from thinwire.comm.collectives import coalesced
 from thinwire.common.dtypes import is_averaged
 from thinwire.common.tensors import flatten, named_persistent_buffers, unflatten
 from thinwire.errors import RunError

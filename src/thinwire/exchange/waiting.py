@@ -31,12 +31,12 @@ class BackwardWaiting:
         """Called when the backward pass has ended, and with it all communication."""
         end, timeline = time.perf_counter(), self.ledger.timeline
         if self._last_gradient is None:
-            timeline.waited_for_talks(self._last_gradient_time, end)
+            timeline.add_waiting_for_background(self._last_gradient_time, end)
             return
         if self._last_step is not None:
-            last_gradient, done, talking_seconds = self._last_step
+            last_gradient, done, operation_seconds = self._last_step
             done.synchronize()
-            timeline.waited(end - min(last_gradient.elapsed_time(done) / 1e3, talking_seconds), end)
+            timeline.add_waiting(end - min(last_gradient.elapsed_time(done) / 1e3, operation_seconds), end)
         now = record_event(self.device)
         assert now is not None
-        self._last_step = self._last_gradient, now, timeline.talking_seconds
+        self._last_step = self._last_gradient, now, timeline.operation_seconds

@@ -1,8 +1,7 @@
-"""Where the ranks of one machine meet: on 127.0.0.1, or on the first of its netlab hosts; anew for every (re)start."""
+"""The rendezvous of the ranks of one machine, for torch's elastic agent. Every (re)start has a new store."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -12,42 +11,46 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from thinwire.comm.store import loopback_store
 from thinwire.comm.world import DEFAULT_PORT
 from thinwire.errors import RunError, UsageError
+from thinwire.launch.failures import pop_failures
 
 
 class LocalRendezvous(RendezvousHandler):
-    """A rendezvous of one agent. torch's own open their store on every interface and break gloo on a restart.
+    """A rendezvous for one agent. torch's own open their store on every interface and break gloo on a restart.
 
-    The agent is on none of netlab's hosts, so there rank 0 opens the store, at `address`.
+    The launcher opens the store on 127.0.0.1. With netlab, rank 0 opens it at `address`, because the launcher is on
+    none of the hosts.
     """
 
-    def __init__(self, num_ranks: int, restarts: int, notes: Path, address: str | None = None) -> None:
+    def __init__(self, num_ranks: int, restarts: int, failures: Path, address: str | None = None) -> None:
         self.num_ranks = num_ranks
         self.address = address
         self.restarts = restarts
-        self.notes = notes  # where failing ranks write why
-        self.num_rounds = 0
+        self.failures = failures  # the folder in which ranks write their failures
+        self.num_starts = 0
         self.store: Store | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        if self.num_rounds:
-            print(f"{self._cause()}; restart {self.num_rounds} of {self.restarts}", file=sys.stderr, flush=True)
-        self.num_rounds += 1
+        if self.num_starts:
+            print(
+                f"{self._describe_failure()}; restart {self.num_starts} of {self.restarts}", file=sys.stderr, flush=True
+            )
+        self.num_starts += 1
         if self.address is not None:
-            where = RendezvousStoreInfo(self.address, DEFAULT_PORT + self.num_rounds)  # the whole host is ours
+            where = RendezvousStoreInfo(
+                self.address, DEFAULT_PORT + self.num_starts
+            )  # no other program uses the host's ports
             return RendezvousInfo(HashStore(), 0, 1, where)
         self.store = store = loopback_store(self.num_ranks)
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", store.port))
 
-    def _cause(self) -> str:
-        """Why the last round ended. What would only happen again is raised instead."""
-        notes = [json.loads(path.read_text()) for path in sorted(self.notes.glob("*.json"))]
-        for path in self.notes.glob("*.json"):
-            path.unlink()
-        for note in notes:
-            if note["kind"] in ("UsageError", "RunError"):
-                raise (UsageError if note["kind"] == "UsageError" else RunError)(note["message"])
-        own = [note for note in notes if note["kind"] != "PeerLost"]
-        return f"rank {own[0]['rank']} failed: {own[0]['kind']}: {own[0]['message']}" if own else "a rank died"
+    def _describe_failure(self) -> str:
+        """Why the last start failed. An error that would happen again is raised."""
+        failures = pop_failures(self.failures)
+        for failure in failures:
+            if failure.kind in ("UsageError", "RunError"):
+                raise (UsageError if failure.kind == "UsageError" else RunError)(failure.message)
+        causes = [failure for failure in failures if failure.kind != "PeerLost"]
+        return f"rank {causes[0].rank} failed: {causes[0].kind}: {causes[0].message}" if causes else "a rank died"
 
     @property
     def use_agent_store(self) -> bool:

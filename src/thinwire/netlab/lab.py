@@ -1,4 +1,4 @@
-"""A lab: hosts to run programs on, and the link between them."""
+"""A lab: hosts to run programs on, joined by a link."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.errors import RunError, UsageError
-from thinwire.netlab import kernel
+from thinwire.netlab import linux
 from thinwire.netlab.link import Link, parse_link
 from thinwire.netlab.probe import Measured
 
@@ -29,22 +29,22 @@ except OSError as error:
 
 
 class NotAllowed(RunError):
-    """This machine does not let us make hosts."""
+    """This machine does not allow us to make hosts."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """One host: an address of its own, and the namespaces that a process enters to be on it."""
+    """One host: its address, and the paths of the namespaces that a process enters to be on it."""
 
     address: str
     net: str
     user: str | None = None
 
     def enter(self) -> None:
-        """Be on this host from now on: this thread and those it starts. Without root, only before any thread."""
+        """Move this thread, and those it starts, to this host. Without root, the process may have no other thread."""
         if self.user is not None:
-            kernel.setns(self.user, kernel.NEWUSER)
-        kernel.setns(self.net, kernel.NEWNET)
+            linux.setns(self.user, linux.CLONE_NEWUSER)
+        linux.setns(self.net, linux.CLONE_NEWNET)
 
     def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a program on this host; options as for subprocess.Popen."""
@@ -52,7 +52,7 @@ class Host:
         return subprocess.Popen([sys.executable, "-c", ENTER_AND_RUN, here, *command], **options)
 
     def run(self, command: Sequence[str], timeout_seconds: float = 60) -> str:
-        """What a program prints on this host; RunError if it fails."""
+        """Run a program on this host and return what it prints; RunError if it fails."""
         with self.start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             try:
                 output, errors = process.communicate(timeout=timeout_seconds)
@@ -66,7 +66,7 @@ class Host:
 
 
 class Lab(Sequence[Host]):
-    """Hosts on one network. Use it through `hosts`, which removes it again."""
+    """Hosts on one network. `hosts` makes a lab and removes it again."""
 
     def __init__(self, num_hosts: int, link: Link | None) -> None:
         self.link = link
@@ -77,21 +77,21 @@ class Lab(Sequence[Host]):
         if "error" in answer:
             self.close()
             raise NotAllowed(_not_allowed(answer["error"]))
-        self.relayed = bool(answer["relayed"])  # latency by a relay, because the kernel has no netem
-        self.untaken: list[str] = answer["untaken"]  # settings of hosts that the kernel did not take
+        self.relayed = bool(answer["relayed"])  # latency by a relay, because the Linux kernel has no netem
+        self.untaken: list[str] = answer["untaken"]  # settings that the Linux kernel did not accept
         self._hosts = [Host(**host) for host in answer["hosts"]]
 
     def measure(self) -> Measured:
-        """What the link really does, now."""
+        """Measure the link's rate and latency."""
         return Measured(**self._ask("measure"))
 
     def sent_bytes(self) -> list[dict[str, int]]:
-        """What each host has sent, by the kernel's count: `inside` it and `between` it and the others."""
+        """Bytes that each host has sent, as the Linux kernel counts: `inside` it and `between` it and the others."""
         counts: list[dict[str, int]] = self._ask("sent")
         return counts
 
     def close(self) -> None:
-        """Remove everything."""
+        """Remove the hosts and their network."""
         assert self._keeper.stdin is not None
         assert self._keeper.stdout is not None
         with suppress(OSError):  # it was killed
@@ -128,10 +128,10 @@ class Lab(Sequence[Host]):
 
 @contextmanager
 def hosts(count: int, link: str | Link | None = None) -> Iterator[Lab]:
-    """Some hosts on this machine, joined by a link (default: as fast as the machine can).
+    """Make hosts on this machine, joined by a link (default: as fast as the machine can).
 
-    Each has an address, a loopback and an interface `wire` of its own; each sends and receives at the link's rate,
-    through a switch. All of it is gone when the block ends, or this process does.
+    Each has an address, a loopback and an interface `wire` of its own, and sends and receives at the link's rate
+    through a switch. All of it is removed when the block or this process ends.
 
     >>> from thinwire import netlab
     >>> with netlab.hosts(2, link="100mbit") as hosts:  # doctest: +SKIP
@@ -148,21 +148,22 @@ def hosts(count: int, link: str | Link | None = None) -> Iterator[Lab]:
 
 
 def _not_allowed(reason: str) -> str:
-    """What the keeper could not do, and what would help."""
+    """The error message for the keeper's error, with what to try."""
     if "/dev/net/tun" in reason:
         return (
-            f"a link with latency needs the kernel's netem or /dev/net/tun ({reason}); run as root, or without latency"
+            f"a link with latency needs the Linux kernel's netem or /dev/net/tun ({reason}); run as root, or without "
+            "latency"
         )
     for kind, limit in (("user", "user.max_user_namespaces"), ("network", "user.max_net_namespaces")):
         if limit in reason:
             return (
-                f"the kernel allows no more {kind} namespaces ({reason}); end other runs or containers that hold some, "
-                f"or allow more: sysctl -w {limit}=10000 (in a container, on its host)"
+                f"the Linux kernel allows no more {kind} namespaces ({reason}); end other runs or containers that hold "
+                f"some, or allow more: sysctl -w {limit}=10000 (in a container, on its host)"
             )
     if "Operation not permitted" not in reason and "Permission denied" not in reason:
-        if reason.startswith("[Errno"):  # of a system call; netlink's are written otherwise
+        if reason.startswith("[Errno"):  # an error of a system call; netlink's look different
             return f"hosts cannot be made here ({reason}); try fewer of them, or free what is used up"
-        return f"the kernel lacks what a link is made of: veth, bridge and tbf ({reason}); load these modules"
+        return f"the Linux kernel lacks what a link needs: veth, bridge and tbf ({reason}); load these modules"
     if os.getuid() == 0:
         how = "give this container more rights (docker run --cap-add SYS_ADMIN --cap-add NET_ADMIN)"
     else:

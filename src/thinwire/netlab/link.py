@@ -1,4 +1,4 @@
-"""How fast and how far: "100mbit,10ms"."""
+"""A link's rate and latency, and their text: "100mbit,10ms"."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SLOWEST_MBIT, FASTEST_MBIT, LONGEST_MS = 1.0, 10_000.0, 2_000.0
 
 
 class Link(NamedTuple):
-    """The link of every host: so much in each direction at once, and so long from one host to another."""
+    """The link of every host: its rate, in both directions at once, and the latency from one host to another."""
 
     rate_mbit: float
     latency_ms: float = 0.0  # one way; a round trip takes twice as long
@@ -23,7 +23,7 @@ class Link(NamedTuple):
 
 
 def parse_link(text: str) -> Link:
-    """A link from its text: a rate, and a latency if there is one.
+    """A link from its text: a rate, and perhaps a latency.
 
     >>> parse_link("1gbit"), str(parse_link("2.5mbit,500us"))
     (Link(rate_mbit=1000.0, latency_ms=0.0), '2.5mbit,0.5ms')

@@ -1,4 +1,4 @@
-"""Measure a link as programs see it: TCP streams round the ring of hosts, and small messages there and back."""
+"""Measure a link as programs see it: by TCP streams around a ring of hosts, and by round trips of small messages."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from typing import NamedTuple
 from thinwire.netlab.link import Link
 
 NUM_PINGS = 5
-WARMUP_SECONDS, WARMUP_LATENCIES = 0.4, 40  # that streams need until they flow evenly
-SECONDS, NUM_BYTES = 0.6, 100_000  # to measure for: both of them
-TOLERANCE = 0.10  # a link further off than this is called off
-TOO_SHORT_MS = 0.5  # a latency below this is the machine's own, not the link's
+WARMUP_SECONDS, WARMUP_LATENCIES = 0.4, 40  # TCP needs their sum to reach its rate
+SECONDS, NUM_BYTES = 0.6, 100_000  # a measurement takes at least both
+TOLERANCE = 0.10  # a link that differs by more than this share is off
+OWN_LATENCY_MS = 0.5  # the machine itself may take so long
 CHUNK_BYTES = 2**18
 
 
 class Measured(NamedTuple):
-    """What a link really does: the slowest host's rate, all sending and receiving at once, and the latency."""
+    """The rate of the slowest host while all send and receive, and the latency."""
 
     rate_mbit: float
     latency_ms: float
 
     def is_off(self, link: Link) -> bool:
-        """Is it further from what was asked for than a tenth?"""
+        """Whether the rate or the latency differs from the given link by more than a tenth."""
         rate_off = abs(self.rate_mbit / link.rate_mbit - 1) > TOLERANCE
-        room_ms = max(TOLERANCE * link.latency_ms, TOO_SHORT_MS)
-        return rate_off or abs(self.latency_ms - link.latency_ms) > room_ms
+        tolerance_ms = max(TOLERANCE * link.latency_ms, OWN_LATENCY_MS)
+        return rate_off or abs(self.latency_ms - link.latency_ms) > tolerance_ms
 
 
 class Stream(NamedTuple):
@@ -40,7 +40,7 @@ class Stream(NamedTuple):
 
 
 def measure(addresses: Sequence[str], link: Link | None, enter: Callable[[int], None]) -> Measured:
-    """Rate and latency between hosts; `enter(i)` moves this process to host i, where sockets made then belong."""
+    """Rate and latency between hosts. `enter(i)` moves this process to host i, to make sockets there."""
     expected = link or Link(rate_mbit=1000)
     seconds = max(SECONDS, NUM_BYTES * 8e-6 / expected.rate_mbit)
     num_hosts = len(addresses)
@@ -76,28 +76,29 @@ def _round_trip(stream: Stream) -> float:
 
 
 def _rates(streams: Sequence[Stream], warmup: float, seconds: float) -> list[float]:
-    """Bytes per second that each receiver gets while all send, after a while."""
+    """Bytes per second that each receiver gets while all send, after a warm-up."""
     for stream in streams:
         stream.sender.setblocking(False)
         stream.receiver.setblocking(False)
-    got = dict.fromkeys((stream.receiver for stream in streams), 0)
+    received = dict.fromkeys((stream.receiver for stream in streams), 0)
     senders = [stream.sender for stream in streams]
-    _pump(senders, got, warmup)
-    before, begin = dict(got), time.perf_counter()
-    _pump(senders, got, seconds)
-    took = time.perf_counter() - begin
-    return [(got[receiver] - before[receiver]) / took for receiver in got]
+    _pump(senders, received, warmup)
+    before, begin = dict(received), time.perf_counter()
+    _pump(senders, received, seconds)
+    elapsed = time.perf_counter() - begin
+    return [(received[one] - before[one]) / elapsed for one in received]
 
 
-def _pump(senders: list[socket.socket], got: dict[socket.socket, int], seconds: float) -> None:
+def _pump(senders: list[socket.socket], received: dict[socket.socket, int], seconds: float) -> None:
+    """Send from all senders for some seconds; adds what arrives to `received`."""
     data, buffer = bytes(CHUNK_BYTES), bytearray(CHUNK_BYTES)
     end = time.perf_counter() + seconds
     while (left := end - time.perf_counter()) > 0:
-        readable, writable, _ = select.select(list(got), senders, [], left)
+        readable, writable, _ = select.select(list(received), senders, [], left)
         for receiver in readable:
-            got[receiver] += receiver.recv_into(buffer)
+            received[receiver] += receiver.recv_into(buffer)
         for sender in writable:
             try:
                 sender.send(data)
             except BlockingIOError:
-                continue  # it filled up in between
+                continue  # its buffer is full again

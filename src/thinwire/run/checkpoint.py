@@ -19,7 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from thinwire.comm.base import Comm, all_gather_json
+from thinwire.comm.base import Comm
+from thinwire.comm.collectives import all_gather_json
 from thinwire.common.files import write_atomically, write_text
 from thinwire.common.tensor_files import write_tensors
 from thinwire.errors import RunError

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from thinwire.comm.base import Comm, all_gather_json
+from thinwire.comm.base import Comm
+from thinwire.comm.collectives import all_gather_json
 from thinwire.netlab import sent_bytes
 from thinwire.run.network import LinkReport
 
@@ -57,7 +58,7 @@ class Meters:
     def gather_timeline(self) -> list[dict[str, Any]]:
         """The steps that were kept, of all ranks, from the first one's begin. Collective."""
         with self.ledger.purpose("eval"):
-            everyone = all_gather_json(self.comm, self.timeline.recorded()[:MAX_SPANS], SPANS_BYTES)
+            everyone = all_gather_json(self.comm, self.timeline.rows()[:MAX_SPANS], SPANS_BYTES)
         begin = min((span["begin"] for spans in everyone for span in spans), default=0.0)
         return [
             {"rank": rank, **span, "begin": round(span["begin"] - begin, 6)}

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from thinwire.comm.base import Comm, all_gather_json
+from thinwire.comm.base import Comm
+from thinwire.comm.collectives import all_gather_json
 from thinwire.comm.join import pick_device
 from thinwire.comm.world import World
 from thinwire.config import RunConfig, make_config

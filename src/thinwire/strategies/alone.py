@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from thinwire.comm.base import Comm, coalesced
+from thinwire.comm.base import Comm
+from thinwire.comm.collectives import coalesced
 from thinwire.common.tensors import named_persistent_buffers
 from thinwire.data import Batch, Shard
 from thinwire.errors import UsageError

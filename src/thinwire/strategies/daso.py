@@ -9,7 +9,8 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 
-from thinwire.comm.base import Comm, coalesced
+from thinwire.comm.base import Comm
+from thinwire.comm.collectives import coalesced
 from thinwire.common.messages import say
 from thinwire.data import Batch, Shard
 from thinwire.errors import UsageError

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from thinwire.codecs.features import Wire
 from thinwire.comm.base import Comm
-from thinwire.comm.queues import Copies, RecvQueue, SendQueue
+from thinwire.comm.copies import Copies
+from thinwire.comm.queues import RecvQueue, SendQueue
 from thinwire.data import Batch, derive_seed, to_device
 from thinwire.errors import RunError
 from thinwire.reducers.base import Reducer
@@ -125,7 +126,7 @@ class LocalParallel(Staged):
                 self._backward(*waiting.pop())
         for j in arriving:
             for z_in, z, gradients in waiting:
-                gradients[j] = self.gradients_in.take()[1]
+                gradients[j] = self.gradients_in.get()[1]
                 self._pass_on(j, z_in, z, gradients[j])
         for piece in waiting:
             self._backward(*piece)
@@ -138,7 +139,7 @@ class LocalParallel(Staged):
         """z_{k−1} of the targets that this rank has; the batch's inputs in the first block."""
         z_in = x
         if self.inbox is not None:
-            its_print, z_in = self.inbox.take(more)
+            its_print, z_in = self.inbox.get(more)
             self.check_batch(its_print, own_print)
         if self._passing(self.number):
             z_in.requires_grad_()

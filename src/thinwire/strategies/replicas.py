@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from thinwire.comm.base import Comm, coalesced
+from thinwire.comm.base import Comm
+from thinwire.comm.collectives import coalesced
 from thinwire.common.dtypes import is_averaged, refuse_meta
 from thinwire.common.messages import say
 from thinwire.common.tensors import named_persistent_buffers

@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from thinwire.comm.base import Comm, coalesced
+from thinwire.comm.base import Comm
+from thinwire.comm.collectives import coalesced
 from thinwire.common.messages import say
 from thinwire.common.tensors import named_tensors
 from thinwire.data import Shard, derive_seed

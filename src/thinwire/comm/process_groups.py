@@ -1,0 +1,42 @@
+"""torch process groups: how they are made, how long their ranks wait, and what their errors mean."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from thinwire.errors import PeerLost
+
+GroupPair = tuple[dist.ProcessGroup, dist.ProcessGroup]
+PEER_GRACE_SECONDS = 3.0
+
+
+def new_group_pair(ranks: list[int] | None, backend: str, timeout: datetime.timedelta | None) -> GroupPair:
+    """Two process groups of the same ranks (default: all). Every rank calls it, member or not."""
+    group = dist.new_group(ranks, timeout=timeout, backend=backend)
+    return group, dist.new_group(ranks, timeout=timeout, backend=backend)
+
+
+def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
+    """How long the ranks of a group wait for each other; None (torch's default) if its backend does not say (MPI)."""
+    try:
+        timeout: datetime.timedelta = group._get_backend(group._device_types[0]).options._timeout
+    except RuntimeError:
+        return None
+    return timeout
+
+
+@contextmanager
+def peer_errors() -> Iterator[None]:
+    """Turn torch's connection errors into PeerLost, after a few seconds in which the launcher sees the first cause."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(sign in str(error) for sign in ("onnection", "peer", "imed out", "gloo")):
+            raise
+        time.sleep(PEER_GRACE_SECONDS)
+        raise PeerLost(f"lost contact with another rank ({str(error).splitlines()[0]})") from error

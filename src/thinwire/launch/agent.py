@@ -1,0 +1,125 @@
+"""Start the ranks of a run on this machine with torch's elastic agent."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import select
+import signal
+import tempfile
+import threading
+from contextlib import suppress
+from dataclasses import asdict
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+from thinwire.comm.world import place
+from thinwire.common.files import scratch_folder
+from thinwire.config import RunConfig
+from thinwire.errors import Stopped
+from thinwire.launch.failures import Failure, first_cause
+from thinwire.netlab import Host, Lab
+from thinwire.run.network import LinkReport, check_link
+
+AGENT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # the agent replaces their handlers
+
+
+def start_ranks(config: RunConfig, lab: Lab | None, progress_file: Path | None = None) -> None:
+    """Run a config on ranks of this machine, on the lab's hosts if there is one.
+
+    With `progress_file`, ranks print nothing and write their progress to that file.
+    """
+    payload = {
+        "config": config.model_dump(mode="json"),
+        "launcher_pid": os.getpid(),
+        "link": check_link(lab, config),
+        "hosts": [asdict(lab[node]) for node in place(config.ranks or 1, len(lab))] if lab else None,
+        "progress_file": str(progress_file) if progress_file else None,
+    }
+    if lab is not None:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns that the hosts have no names
+    _start_fork_server()
+    with scratch_folder() as scratch:
+        tempfile.tempdir = str(scratch)  # torch leaves files behind when ranks fail
+        try:
+            _run_agent(config, payload, str(scratch))
+        finally:
+            tempfile.tempdir = None
+
+
+def _start_fork_server() -> None:
+    """Start one process that imports torch (and what optimizers import on first use) and forks the ranks.
+
+    So ranks start at once and share its memory.
+    """
+    multiprocessing.set_forkserver_preload(["thinwire.run.worker", "torch._dynamo"])
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: only the launcher handles Ctrl-C
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _run_agent(config: RunConfig, payload: dict[str, Any], scratch: str) -> None:
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+
+    from thinwire.launch.rendezvous import LocalRendezvous
+
+    _silence_torch()
+    num_ranks = config.ranks or 1
+    address = payload["hosts"][0]["address"] if payload["hosts"] else None
+    rendezvous = LocalRendezvous(num_ranks, config.restarts, Path(scratch), address)
+    spec = WorkerSpec(
+        role="rank", local_world_size=num_ranks, rdzv_handler=rendezvous, entrypoint=rank_main,
+        args=({**payload, "failures": scratch},), max_restarts=config.restarts,
+    )  # fmt: skip
+    logs = DefaultLogsSpecs(log_dir=scratch, redirects=Std.ALL if payload["progress_file"] else Std.NONE)
+    agent = LocalElasticAgent(spec, logs, start_method="forkserver", exit_barrier_timeout=10)
+    handlers = {number: signal.getsignal(number) for number in AGENT_SIGNALS}
+    try:
+        result = agent.run()
+    except SignalException as stopped:
+        raise Stopped(f"stopped by {stopped.sigval.name}; --resume goes on from the last checkpoint") from None
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for rank in multiprocessing.active_children():  # if a signal came while the agent was starting ranks
+            rank.kill()
+            rank.join(5)
+    if result.is_failed():
+        raise first_cause(result.failures)
+
+
+def _silence_torch() -> None:
+    """Hide the agent's messages: thinwire reports failures itself."""
+    for name in logging.root.manager.loggerDict:
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):  # each has a level of its own
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def rank_main(payload: dict[str, Any]) -> None:
+    """The main function of a rank's process; with a lab, the process moves to its host first."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once; only the launcher prints a message
+    rank = int(os.environ["RANK"])
+    if payload["hosts"]:
+        Host(**payload["hosts"][rank]).enter()  # before there is a second thread
+    threading.Thread(target=_exit_with, args=(payload["launcher_pid"],), daemon=True).start()
+    from thinwire.run.worker import run_rank
+
+    try:
+        progress_file = Path(payload["progress_file"]) if payload["progress_file"] else None
+        run_rank(RunConfig(**payload["config"]), LinkReport(*payload["link"]), progress_file)
+    except Exception as error:
+        Failure(rank, type(error).__name__, str(error)).write(Path(payload["failures"]))
+        raise
+
+
+def _exit_with(launcher_pid: int) -> None:
+    """End this process when the launcher has ended, which would otherwise leave it behind if it was killed."""
+    with suppress(OSError):  # it has ended already
+        select.select([os.pidfd_open(launcher_pid)], [], [])  # readable once it has ended
+    os._exit(1)
