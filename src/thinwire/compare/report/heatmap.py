@@ -7,7 +7,7 @@ from html import escape
 from typing import Any, NamedTuple
 
 from thinwire.compare.report.axes import linear_ticks
-from thinwire.compare.report.marks import Figure, Trace, layout_of, short
+from thinwire.compare.report.style import Figure, Trace, layout_of, short
 from thinwire.compare.results import Entry, Record
 from thinwire.run.schema import SeriesSummary
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from thinwire.compare.report.axes import linear_ticks
 from thinwire.compare.report.heatmap import heatmap
-from thinwire.compare.report.marks import Figure, colour, dash, layout_of
+from thinwire.compare.report.style import Figure, layout_of, strategy_colour, strategy_dash
 from thinwire.compare.results import Entry, Record, Results
 from thinwire.run.schema import SeriesSummary
 
@@ -46,7 +46,7 @@ def lines(name: str, series: SeriesSummary, i: int, entry: Entry) -> Figure | No
         if any(len(set(points.values())) > 1 for points in history.values()):
             data = [
                 {"type": "scatter", "mode": "lines+markers", "x": list(points), "y": list(points.values()), "name": key,
-                 "line": {"color": colour(k), "dash": dash(k)}}
+                 "line": {"color": strategy_colour(k), "dash": strategy_dash(k)}}
                 for k, (key, points) in enumerate(history.items())
             ]  # fmt: skip
             last = max(epoch for points in history.values() for epoch in points)

@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple
 from thinwire.comm.ledger import TRAINING
 from thinwire.common.formats import format_bytes, format_count, format_metric
 from thinwire.compare.noise import NONE, best_of, noise_of
+from thinwire.compare.report.render import spec_of
 from thinwire.compare.report.series import declared_series, series_of
-from thinwire.compare.report.words import spec_of
-from thinwire.compare.results import Entry, Figure, Results, Spread, sent, spread
+from thinwire.compare.results import Entry, Measure, Results, Spread, sent, spread
 from thinwire.compare.verdicts import baselines, is_unequal, speed, times
 
 OTHERWISE = ("start", "eval", "checkpoint")  # purposes
@@ -84,14 +84,14 @@ def _more_columns(results: Results) -> list[Column]:
     ]
 
 
-def _metric_column(results: Results, which: str, figure: Figure) -> Column:
+def _metric_column(results: Results, which: str, measure: Measure) -> Column:
     metric = results.metric
 
     def value(number: float) -> str:
         return format_metric(number, metric).removesuffix(" %")
 
     heading = f"{which} {metric}{' (%)' if metric == 'accuracy' else ''}"
-    return _column(heading, figure, value, results.sign, "evenly", deviation=True)
+    return _column(heading, measure, value, results.sign, "evenly", deviation=True)
 
 
 def _speed_column(baseline: Entry) -> Column:
@@ -113,11 +113,11 @@ def _work_columns(results: Results, unequal: bool) -> list[Column]:
 
 
 def _column(
-    heading: str, figure: Figure, form: Callable[[float], str], better: int,
+    heading: str, measure: Measure, form: Callable[[float], str], better: int,
     varies: Literal["not", "evenly", "in proportion"] = "not", *, deviation: bool = False,
 ) -> Column:  # fmt: skip
     def found(entry: Entry) -> Spread | None:
-        return entry.spread(figure)
+        return entry.spread(measure)
 
     def cell(entry: Entry) -> str | None:
         values = found(entry)
