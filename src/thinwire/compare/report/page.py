@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from thinwire.common.files import write_text
 from thinwire.common.formats import format_metric, format_seconds
+from thinwire.compare.report.columns import artifacts_of
 from thinwire.compare.report.curves import learning_curves
 from thinwire.compare.report.definitions import DEFINITIONS
 from thinwire.compare.report.pareto import pareto_figure
@@ -19,7 +20,7 @@ from thinwire.compare.report.purposes import purpose_colour, purpose_figure, pur
 from thinwire.compare.report.render import render
 from thinwire.compare.report.series import declared_series, series_figures
 from thinwire.compare.report.style import DARK, LIGHT, Figure
-from thinwire.compare.report.table import artifacts_of, results_table
+from thinwire.compare.report.table import results_table
 from thinwire.compare.report.timeline import KINDS, timeline
 from thinwire.compare.report.warnings import all_records, all_summaries, find_warnings, measured_link
 from thinwire.compare.report.words import pluralize, strategy_name
@@ -66,7 +67,7 @@ def page(results: Results) -> str:
             "finished": [name for name in names if results.entries[name.index].finished],
             "verdicts": verdicts(results),
             "remarks": remarks(results),
-            "table": results_table(results),
+            "tables": results_table(results),
             **_intro(results),
             **_figures(results, drawn),
             "series": _series(results, drawn),

@@ -8,8 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from thinwire.compare.report.words import join_with_and, pluralize, split_at_breaks, strategy_name
-from thinwire.compare.results import Entry
+from thinwire.compare.report.words import join_with_and, pluralize, split_at_breaks
 
 
 @functools.cache
@@ -27,8 +26,3 @@ def _environment() -> Environment:
 def render(template: str, **data: Any) -> str:
     """A template filled with data, as HTML."""
     return _environment().get_template(template).render(data)
-
-
-def spec_of(i: int, entry: Entry) -> str:
-    """The name of a strategy on the page, as HTML."""
-    return render("strategy.html", name=strategy_name(i, entry))
