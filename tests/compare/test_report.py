@@ -262,7 +262,7 @@ def test_nothing_sent_has_a_place_on_a_log_axis(tmp_path: Path) -> None:
     axis = figure["layout"]["xaxis"]
     assert (axis["type"], axis["ticktext"][0]) == ("log", "0")
     assert figure["data"][-1]["x"] == [axis["tickvals"][0]]
-    assert "On this log scale 0 is put at the left edge." in text(html)
+    assert "On this log scale 0 is drawn at the left edge." in text(html)
     assert "×\u00a0alone" in html
     assert "against one machine alone" in text(html) or "than one machine alone" in text(html)
 

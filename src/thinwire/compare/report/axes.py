@@ -43,7 +43,7 @@ def bytes_axis(values: list[float], title: str) -> PlotAxis | None:
     layout = {"title": {"text": f"{title} (log scale)"}, "automargin": True, "zeroline": False, "type": "log"}
     marks = {"tickvals": [*zero, *ticks], "ticktext": ["0"] * len(zero) + _sizes(ticks)}
     edges = [math.log10(min(zero + some)) - 0.08, math.log10(high) + 0.08]
-    remark = "On this log scale 0 is put at the left edge." if zero else ""
+    remark = "On this log scale 0 is drawn at the left edge." if zero else ""
     return PlotAxis(lambda count: max([count, *zero]), layout | marks | {"range": edges}, remark)
 
 

@@ -120,7 +120,7 @@ def _timelines(results: Results, drawn: list[Figure]) -> str:
     found = [(i, e, f) for i, e in enumerate(results.entries) if (f := timeline(i, e))]
     if not found:
         return "<h2>Timeline</h2><p>No timeline was recorded.</p>"
-    meanings = {"computing": "computing", "waiting": "waiting for the network", "communication": "on the wire"}
+    meanings = {"computing": "computing", "waiting": "waiting for the network", "communication": "communication"}
     colours = [Colour(meaning, KINDS[kind]) for kind, meaning in meanings.items()]
     return _folds("Timeline", render("timeline_intro.html", colours=colours), found, drawn, _waiting)
 
@@ -158,8 +158,8 @@ def _own_definitions(results: Results) -> dict[str, str]:
     own = {series.title: series.about for series in declared_series(results).values() if series.draw == "column"}
     for one in (one for entry in results.entries for one in artifacts_of(entry) if one["column"]):
         own[one["column"]] = (
-            f"{one['about'][:1].upper()}{one['about'][1:]}: its size as saved, and how often its parameters go into "
-            "those of the whole model."
+            f"{one['about'][:1].upper()}{one['about'][1:]}: its size as saved, and the parameters of the whole "
+            "model divided by its own."
         )
     return own
 

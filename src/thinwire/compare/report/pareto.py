@@ -41,10 +41,10 @@ def pareto_figure(results: Results, over: str) -> Figure | None:
     data = [_front_line(front, axes), *(_point_trace(p, results.entries[p.strategy], cost, axes) for p in points)]
     layout = layout_of(340, xaxis=x_axis.layout, yaxis=y_axis.layout)
     side = "Up" if results.sign > 0 else "Down"
-    unbeaten = "those on the stepped line" if len(front) > 1 else f"number {front[0].strategy + 1}"
+    unbeaten = "the strategies on the stepped line" if len(front) > 1 else f"number {front[0].strategy + 1}"
     reading = f"{side} and to the left is better: no strategy beats {unbeaten} in both {metric} and {cost.name}."
     has_bars = any(len(entry.finished) > 1 for entry in results.entries)
-    bars = "Thin bars are the deviation over seeds." if has_bars else ""
+    bars = "Thin bars show the deviation over seeds." if has_bars else ""
     text = " ".join(filter(None, (reading, bars, x_axis.remark)))
     return Figure(f"front-{over}", f"Final {metric} against {cost.name}", text, data, layout, y_axis.remark)
 

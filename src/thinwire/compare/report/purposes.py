@@ -29,7 +29,9 @@ def purpose_figure(results: Results) -> Figure | None:
     yaxis = {"visible": False, "range": [len(sent) - 0.5, -0.75], "fixedrange": True}
     layout = layout_of(70 + 54 * len(sent), xaxis=xaxis, yaxis=yaxis, barmode="stack", annotations=labels)
     layout["margin"] |= {"l": 16}
-    reading = "Full bars left their node, hatched ones stayed inside it; mean over seeds, all ranks together."
+    reading = (
+        "Solid: bytes that left their node. Hatched: bytes that stayed inside it. Mean over seeds, all ranks together."
+    )
     return Figure("purposes", "What the bytes were for", reading, data, layout)
 
 

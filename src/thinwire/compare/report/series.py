@@ -22,7 +22,7 @@ def declared_series(results: Results) -> dict[str, SeriesSummary]:
 
 
 def series_of(entry: Entry) -> dict[str, SeriesSummary]:
-    """Those of one strategy; runs of earlier versions declare none."""
+    """The series of one strategy; runs of earlier versions declare none."""
     summaries = (record.summary for record in entry.finished if record.summary)
     declared: dict[str, Any] = next((summary["series"] for summary in summaries if summary.get("series")), {})
     return {name: SeriesSummary(**about) for name, about in declared.items()}
@@ -40,7 +40,7 @@ def series_figures(name: str, results: Results) -> Iterator[tuple[int, Entry, Fi
 
 
 def lines(name: str, series: SeriesSummary, i: int, entry: Entry) -> Figure | None:
-    """Each number against epochs, of the first finished seed in which one of them changes."""
+    """Each number over epochs, of the first finished seed in which one of them changes."""
     for record in entry.finished:
         history = _history(record, name)
         if any(len(set(points.values())) > 1 for points in history.values()):
@@ -57,7 +57,7 @@ def lines(name: str, series: SeriesSummary, i: int, entry: Entry) -> Figure | No
 
 
 def _history(record: Record, name: str) -> dict[str, dict[int, float]]:
-    """By the name of a line: its numbers by epoch."""
+    """For each line, by name, its numbers by epoch."""
     history: dict[str, dict[int, float]] = {}
     for row in record.metrics:
         value = row.get(name)
