@@ -3,12 +3,12 @@
     python benchmarks/daso.py [SPEC …] [--epochs 40] [--seeds 1] [--model resnet32] [--batch-size 16]
                               [--nodes 2] [--ranks-per-node 2] [--link RATE]
 
-First a step's computing is timed: all ranks at once, nothing sent. Then the link between the nodes is chosen so
-that the exchange of a data_parallel step, in float32, takes as long: of a ring of n ranks one edge leaves each node,
-and 2(n−1)/n·4P bytes pass over it. On that link `thinwire compare` trains with data_parallel and with each SPEC, and
-the summaries of the runs are set against each other. Phases are DASO's: the first and last four epochs, in which nodes
-wait for each other after every batch, and those between. Seconds are of training alone; a step's, those of
-the median epoch of a phase, so that a moment in which the machine was busy with something else does not count there.
+First the computing of a step is timed, on all ranks at once, with nothing sent. Then the link between the nodes is
+chosen so that the exchange of a data_parallel step, in float32, takes as long: of a ring of n ranks one edge leaves
+each node, and 2(n−1)/n·4P bytes pass over it. On that link `thinwire compare` trains with data_parallel and with each
+SPEC, and their summaries are compared. The phases are those of DASO: the first and last four epochs, in which nodes
+wait for each other after every batch, and the epochs between. Seconds are those of training alone. Seconds of a step
+are those of the median epoch of a phase, so that a moment in which the machine was busy does not count.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def report(options: argparse.Namespace) -> None:
 
 
 def row(entry: Entry, base: Entry) -> list[str]:
-    """A strategy's figures, and how they compare."""
+    """The row of a strategy: its results, and their ratios to those of data_parallel."""
     seconds, value, sent = mean(entry, "train_seconds"), mean(entry, "value"), between_bytes(entry)
     return [
         entry.spec,
@@ -94,7 +94,7 @@ def row(entry: Entry, base: Entry) -> list[str]:
 
 
 def phase(entry: Entry, begin: int, end: int) -> str:
-    """What a step took in the median epoch of a phase, and in how much of that it waited, in ms."""
+    """The time of a step in the median epoch of a phase, and how much of it was waiting, in ms."""
     steps, waits = [], []
     for record in entry.finished:
         rows = [{"step": 0, "train_seconds": 0.0, "waiting_seconds": 0.0}, *record.metrics]

@@ -1,8 +1,8 @@
-"""Step time of data_parallel against plain DDP and against no exchange at all, in one run, as ratios.
+"""The time of a step of data_parallel, as a ratio to plain DDP and to a step without exchange, in one run.
 
     torchrun --nproc-per-node 4 benchmarks/data_parallel.py [SPEC …] [--model resnet18] [--batch-size 64] [--steps 30]
 
-Rounds alternate between them all, so that a machine that slows down slows each of them.
+Rounds alternate between all kinds of step, so that a machine that slows down slows down each of them.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What does independent subnet training send and take where every byte counts? Against local SGD and data_parallel.
+"""How many bytes and seconds does independent subnet training take on a slow link? Against local SGD, data_parallel.
 
     python benchmarks/ist.py [--epochs 3] [--every 10] [--noise 3.5] [--link 100mbit] [--target 95] [--no-data-parallel]
 
-The network is the published one, 4096-4096-4096-35, of 33.7 M parameters, on four nodes of one rank. The task stands
-for 35 spoken words: four random prototypes of each in 4096 dimensions, with noise `--noise` times as large added. Bytes
-of a round are those that a rank sends from one meeting to the next, by the ledger; the published ratio is 6.4. Seconds
-are of training alone, until the test accuracy is first at the target after an epoch. data_parallel sends 202 MB a rank
-and step, and so takes minutes for each epoch of ten steps.
+The network is the published one, 4096-4096-4096-35, of 33.7 M parameters, on four nodes with one rank each. The task
+imitates 35 spoken words: four random prototypes of each in 4096 dimensions, plus noise that is `--noise` times as
+large. The bytes of a round are those that a rank sends from one exchange to the next, by the ledger; the published
+ratio is 6.4. Seconds are those of training alone, until the test accuracy first reaches the target after an epoch.
+data_parallel sends 202 MB a rank and step, and so takes minutes for each epoch of ten steps.
 """
 
 from __future__ import annotations
@@ -92,10 +92,8 @@ def step_bytes(entry: Entry) -> float:
     """Bytes that a rank sent in training, for each step of whole rounds."""
     (record,) = entry.finished
     last = record.metrics[-1]
-    rows = [row for row in record.ledger if row["step"] == last["step"] and row["purpose"] in ("train", "sync")]
-    sent = sum(row["wire_bytes"] for row in rows) / RANKS
-    rounds = last.get("round")  # the last one is not over yet
-    return sent / (last["step"] if rounds is None else last["step"] * rounds / (rounds + 1))
+    rounds = last.get("round")  # complete ones; the one after them is not over yet
+    return last["training_bytes"] / (last["step"] if rounds is None else last["step"] * rounds / (rounds + 1))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""How fast do blocks train that do not wait for each other? Against torch's 1F1B and GPipe on the same blocks.
+"""How fast is training with local losses, whose blocks do not wait for each other? Against torch's 1F1B and GPipe.
 
     python benchmarks/local.py [SPEC …] [--link 100mbit] [--stages 4] [--model vgg8] [--batch-size 64] [--epochs 5]
 
-Twice `thinwire compare`: with each stage on a host of its own and the link between them, and on one host over
-loopback. Pipelines run with several numbers of microbatches, because the best one depends on the network; each SPEC is
-set against the best 1F1B and against the best of all of them. All cut the model at the same layers (equal
-operations). Samples per second are of the fastest epoch.
+`thinwire compare` runs twice: with each stage on a host of its own and the link between them, and on one host over
+loopback. Pipelines run with several numbers of micro-batches, because the best number depends on the network. Each SPEC
+is compared with the best 1F1B and with the best pipeline. All cut the model at the same layers (equal operations).
+Samples per second are those of the fastest epoch.
 """
 
 from __future__ import annotations

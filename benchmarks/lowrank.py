@@ -1,10 +1,11 @@
-"""Is a factored layer faster than the full one? Forward and backward, from half the rank at which it is as large down.
+"""Is a factored layer faster than the full layer? Forward and backward pass, at two layer ranks.
 
     python benchmarks/lowrank.py [--threads 1] [--device cpu] [--rounds 30] [--batch 64]
 
-At r = mn/(2(m + n)) two thin layers have half the parameters and do half the multiplications, at a quarter of that rank
-an eighth. Each round times the full layer, the factored one with both factors trained, and with one frozen, as groups
-train it. Figures are medians, ratios those to the full layer of the same round.
+At the layer rank r = mn/(2(m + n)) two thin layers have half the parameters and half the multiplications, at a quarter
+of that rank an eighth. Each round times the full layer, the factored layer with both factors trained, and the factored
+layer with one factor frozen, as the groups of `ab` train it. Times are medians. Ratios are to the full layer of the
+same round.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ LAYERS: list[tuple[Layer, tuple[int, ...]]] = [  # and the shape of one input
     (nn.Conv1d(128, 128, 5, padding=2), (128, 256)),
 ]
 
-SHARES = (1 / 2, 1 / 8)  # of the rank at which two factors are as large as the layer
+SHARES = (1 / 2, 1 / 8)  # of the layer rank at which two factors are as large as the layer
 
 
 def main() -> None:
@@ -47,7 +48,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     rows = [
-        measured(layer.to(options.device), shape, share, options.batch, options.rounds)
+        measure(layer.to(options.device), shape, share, options.batch, options.rounds)
         for layer, shape in LAYERS
         for share in SHARES
     ]
@@ -55,7 +56,7 @@ def main() -> None:
     print_table(["layer", "rank", "full", "factored", "ratio", "one frozen", "ratio"], rows)
 
 
-def measured(layer: Layer, shape: tuple[int, ...], share: float, batch: int, rounds: int) -> list[str]:
+def measure(layer: Layer, shape: tuple[int, ...], share: float, batch: int, rounds: int) -> list[str]:
     m, n = len(layer.weight), layer.weight[0].numel()
     rank = max(1, int(share * m * n / (m + n)))
     split = decompose(layer.weight)

@@ -1,9 +1,9 @@
-"""How much memory does a rank's part of training take? The peak of a few steps, over what the process had before.
+"""How much memory does training take on each rank? The peak of a few steps, less what the process held before.
 
     torchrun --nproc-per-node 4 benchmarks/memory.py SPEC [--model resnet18] [--batch-size 64] [--steps 3] [--cuda]
 
-Before the first step every rank has the whole model; what is shown is of the steps after it: weights, gradients,
-optimizer, activations and messages under way. On a CPU it is resident memory, on a GPU what torch allocated.
+Before the first step every rank has the whole model. The peak is that of the steps after it: weights, gradients,
+optimizer, activations and messages in flight. On a CPU it is resident memory, on a GPU what torch allocated.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cuda" if options.cuda else "cpu")
     with tw.join(device=device) as comm:
-        empty = now(device)
+        empty = current_memory(device)
         torch.manual_seed(0)
         model = registry.build("models", options.model, SHAPE, CLASSES).to(device)
         trainer = tw.prepare(
@@ -43,34 +43,34 @@ def main() -> None:
         trainer.step((inputs, targets))
         trainer.end_epoch()
         gc.collect()
-        forget_peak(device)
+        reset_peak_memory(device)
         trainer.begin_epoch(options.steps)
         for _ in range(options.steps):
             trainer.step((inputs, targets))
         trainer.end_epoch()
-        found = all_gather_json(comm, [peak(device) - empty, sum(p.numel() for p in trainer.model.parameters())])
+        found = all_gather_json(comm, [peak_memory(device) - empty, sum(p.numel() for p in trainer.model.parameters())])
         if comm.rank == 0:
             print(f"{options.spec}, {options.model}, batch {options.batch_size}, {device.type}")
             for rank, (num_bytes, parameters) in enumerate(found):
                 print(f"rank {rank}: peak {num_bytes / 1e6:,.0f} MB, {parameters:,} parameters")
 
 
-def now(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else _status("VmRSS")
+def current_memory(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else _read_status("VmRSS")
 
 
-def peak(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _status("VmHWM")
+def peak_memory(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _read_status("VmHWM")
 
 
-def forget_peak(device: torch.device) -> None:
+def reset_peak_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def _status(key: str) -> int:
+def _read_status(key: str) -> int:
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
     return 1024 * int(line.split()[1])
 

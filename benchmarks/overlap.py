@@ -1,10 +1,10 @@
-"""Does communication hide behind the backward pass, and does the wire stay busy? Ratios, measured in one run.
+"""Does communication hide behind the backward pass, and is the link always busy? Ratios, measured in one run.
 
     python benchmarks/overlap.py [SPEC …] [--model resnet18] [--batch-size 32] [--ranks 2]
 
-First the backward pass is timed on hosts with an unlimited link. Then the link is made so slow that exchanging the
-gradients takes as long, and then ten times slower, so that the wire dominates. Each time the same processes measure,
-in turn, a step without exchange, the exchange alone, and whole steps of each strategy.
+First the backward pass is timed on hosts with an unlimited link. Then the link is made so slow that the exchange of
+gradients takes as long, and then ten times slower, so that the exchange dominates. Each time the same processes
+measure, in turn, a step without exchange, the exchange alone, and whole steps of each strategy.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """One rank: print what each kind of step takes, in seconds."""
+    """On one rank: print the seconds of each kind of step."""
     torch.set_num_threads(1)
     with tw.join("gloo", device="cpu") as comm:
         torch.manual_seed(0)
@@ -54,7 +54,7 @@ def measure(options: argparse.Namespace) -> None:
         batch = torch.randn(options.batch_size, 3, 32, 32), torch.randint(0, 10, (options.batch_size,))
         kinds: dict[str, Callable[[], object]] = {
             "forward": functools.partial(forward, copy.deepcopy(model), batch),
-            "compute": functools.partial(alone, copy.deepcopy(model), batch),
+            "compute": functools.partial(compute_step, copy.deepcopy(model), batch),
             "exchange": functools.partial(comm.mean, torch.cat([p.detach().flatten() for p in model.parameters()])),
         }
         for spec in options.specs:
@@ -75,7 +75,7 @@ def forward(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) ->
     return loss(model(batch[0]), batch[1])
 
 
-def alone(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> object:
+def compute_step(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> object:
     optimizer = sgd(model.parameters())
     loss(model(batch[0]), batch[1]).backward()
     optimizer.step()
@@ -99,11 +99,11 @@ def seconds(run: Callable[[], object], comm: tw.Comm) -> float:
     return (time.perf_counter() - begin) / STEPS
 
 
-# ---- outside
+# ---- on the machine
 
 
 def report(options: argparse.Namespace) -> None:
-    """Time the backward pass, choose links by it, and print what steps take on them."""
+    """Time the backward pass, choose links by it, and print the time of steps on them."""
     free = on_hosts(options, None)
     backward = free["compute"] - free["forward"]
     wire_bytes = 2 * (options.ranks - 1) / options.ranks * free["bytes"]
@@ -111,7 +111,7 @@ def report(options: argparse.Namespace) -> None:
         f"{options.model}, batch {options.batch_size}, {options.ranks} hosts, {free['bytes'] / 1e6:.1f} MB of gradients"
     )
     print(f"forward {1e3 * free['forward']:.0f} ms, backward and update {1e3 * backward:.0f} ms")
-    for slower, what in ((1, "exchange ≈ backward"), (10, "the wire dominates")):
+    for slower, what in ((1, "exchange ≈ backward"), (10, "the exchange dominates")):
         link = netlab.Link(rate_mbit=round(wire_bytes * 8e-6 / backward / slower, 1))
         found = on_hosts(options, link)
         floor = wire_bytes * 8e-6 / link.rate_mbit
@@ -126,7 +126,7 @@ def report(options: argparse.Namespace) -> None:
 
 
 def on_hosts(options: argparse.Namespace, link: netlab.Link | None) -> dict[str, float]:
-    """What rank 0 prints, with one rank on each host."""
+    """The measurements of rank 0, with one rank on each host."""
     with netlab.hosts(options.ranks, link) as hosts:
         if link is not None:
             measured = hosts.measure()

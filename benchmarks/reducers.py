@@ -1,13 +1,15 @@
-"""What reducers cost and save: kernels against a memory copy, then training steps over slow links against DDP.
+"""The cost and the gain of reducers: kernels against a memory copy, then training steps on slow links against DDP.
 
     python benchmarks/reducers.py [REDUCER …] [--links 100mbit 1gbit] [--ranks 4] [--model "mlp(width=1024, depth=3)"]
                                   [--batch-size 8] [--steps 4] [--rounds 5] [--only kernels|steps]
 
-Kernels are timed in one thread, in turn with a copy of the same tensor. Steps are timed with one rank on each host, and
-rounds alternate between all kinds of step, so that a machine that slows down slows each of them. The hosts share the
-cores of this machine: on a fast link that is what limits them, not the wire. THINWIRE_KERNELS=compiled has the steps,
-too, use the compiled kernels.
+Kernels are timed in one thread, in turn with a copy of the same tensor. Steps are timed with one rank on each host.
+Rounds alternate between all kinds of step, so that a machine that slows down slows down each of them. The hosts share
+the cores of this machine: on a fast link the cores limit the steps, not the link. With THINWIRE_KERNELS=compiled the
+steps use the compiled kernels too.
 """
+
+# More than 250 lines in one file, because the program starts itself again: as a timer of kernels, and as each rank.
 
 from __future__ import annotations
 
@@ -81,7 +83,7 @@ def main() -> None:
 
 
 def measure_kernels() -> None:
-    """Print how many times as long as a memory copy each path through the kernels takes, and the copy's seconds."""
+    """Print the time of each path through the kernels as a multiple of a memory copy, and the seconds of the copy."""
     torch.set_num_threads(1)
     x = torch.randn(VECTOR_MIB * 2**18, generator=torch.Generator().manual_seed(0))
     copy_x: Step = functools.partial(torch.empty_like(x).copy_, x)
@@ -125,7 +127,7 @@ def seconds(run: Step) -> float:
 
 
 def measure_steps(options: argparse.Namespace) -> None:
-    """One rank: print what each kind of step takes, in seconds, and what it sends, in bytes."""
+    """On one rank: print the seconds and the wire bytes of each kind of step."""
     torch.set_num_threads(1)
     with tw.join("gloo", device="cpu") as comm:
         torch.manual_seed(0)
@@ -188,7 +190,7 @@ loss = nn.functional.cross_entropy
 
 
 def warm_up(step: Step, most: int, comm: tw.Comm) -> int:
-    """How many steps a round should have, the same on every rank."""
+    """Warm up, and return how many steps a round should have, the same on every rank."""
     timed(step, WARMUP_STEPS - 1, comm)
     took, _ = timed(step, 1, comm)
     slowest = comm.max(torch.tensor([took])).item()
@@ -206,7 +208,7 @@ def timed(step: Step, count: int, comm: tw.Comm) -> tuple[float, float]:
     return (time.perf_counter() - begin) / count, num_bytes / count
 
 
-# ---- outside
+# ---- on the machine
 
 
 def report(options: argparse.Namespace) -> None:
@@ -256,12 +258,12 @@ def report_steps(options: argparse.Namespace, link: str, env: dict[str, str]) ->
 
 
 def spread(values: list[float], form: str) -> str:
-    """The median, and in brackets the smallest and the largest."""
+    """The median as text, and in brackets the smallest and the largest."""
     return f"{statistics.median(values):{form}} ({min(values):{form}} – {max(values):{form}})"
 
 
 def on_hosts(options: argparse.Namespace, link: str, env: dict[str, str]) -> tuple[dict[str, Any], Any]:
-    """What rank 0 prints, with one rank on each host, and what the link really does."""
+    """The measurements of rank 0, with one rank on each host, and the measured link."""
     with netlab.hosts(options.ranks, link) as hosts, ExitStack() as started:
         measured = hosts.measure()
         world = {"WORLD_SIZE": str(options.ranks), "MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29500"}
@@ -270,8 +272,8 @@ def on_hosts(options: argparse.Namespace, link: str, env: dict[str, str]) -> tup
         ranks = []
         for number, host in enumerate(hosts):
             rank = host.start(command, env={**env, "RANK": str(number)}, stdout=subprocess.PIPE, text=True)
-            ranks.append(started.enter_context(rank))  # waits for it at the end,
-            started.callback(rank.kill)  # and that it has ended, whatever happened
+            ranks.append(started.enter_context(rank))  # waits for the rank at the end,
+            started.callback(rank.kill)  # which is killed before that, whatever happened
         outputs = [rank.communicate(timeout=LIMIT_SECONDS)[0] for rank in ranks]
         assert all(rank.returncode == 0 for rank in ranks)
     return json.loads(outputs[0]), measured

@@ -1,13 +1,13 @@
-"""Does streaming DiLoCo hide an exchange that blocking DiLoCo waits for? Shares of the training time, on one link.
+"""Does streaming DiLoCo hide the exchange that blocking DiLoCo waits for? Shares of the training time, on one link.
 
     python benchmarks/streaming.py [--every 8] [--fragments 2] [--epochs 1] [--seeds 1] [--batch-size 1024]
                                    [--link RATE] [--task TASK] [--hosts 2] [--ranks-per-host 1]
 
-Without --link, a step's computing is timed first, on all ranks at once with nothing sent, and the link is chosen so
-that the blocking exchange should take 36 % of the training time. Then `thinwire compare` trains with `diloco(every=…)`,
-which waits for each exchange, and with `diloco(every=…, fragments=…)`, which goes on meanwhile. At the end of each
-epoch both bring all ranks together, and wait for it: with few steps in an epoch that alone would be more than the
-goal, so the default is an epoch of 400 steps.
+Without --link, the computing of a step is timed first, on all ranks at once with nothing sent, and the link is chosen
+so that the blocking exchange should take 36 % of the training time. Then `thinwire compare` trains with
+`diloco(every=…)`, which waits for each exchange, and with `diloco(every=…, fragments=…)`, which trains on during it. At
+the end of each epoch both average all ranks and wait for that. With few steps in an epoch this wait alone would exceed
+the goal, so the default is an epoch of 400 steps.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from comparison import between_bytes, compare, compute_seconds, mean, measured_l
 from thinwire.comm.wire_bytes import all_reduce_bytes
 from thinwire.netlab import Link
 
-AIM = 0.36  # share of the training time that the blocking exchange should take
+EXCHANGE_SHARE = 0.36  # of the training time, that the blocking exchange should take
 TIMED_EPOCHS = 1
-AT_LEAST, GOAL = 0.30, 0.05
+MIN_BLOCKING, GOAL = 0.30, 0.05
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def report(options: argparse.Namespace) -> None:
     if link is None:
         compute, parameters = compute_seconds(**settings, epochs=TIMED_EPOCHS)
         wire_bytes = all_reduce_bytes(4 * parameters, ranks)
-        exchange = options.every * compute * AIM / (1 - AIM)
+        exchange = options.every * compute * EXCHANGE_SHARE / (1 - EXCHANGE_SHARE)
         link = str(Link(rate_mbit=round(wire_bytes * 8e-6 / exchange, 1)))
         print(f"{options.task}, {parameters:,} parameters, computing {1e3 * compute:.1f} ms a step; ", end="")
         print(f"{wire_bytes / 1e6:.2f} MB over each link in {1e3 * exchange:.0f} ms")
@@ -72,7 +72,7 @@ def report(options: argparse.Namespace) -> None:
         for entry in entries.values()
     ]
     print_table(["strategy", "waiting", "training", "a step", "accuracy", "between"], rows)
-    print(f"goal: streaming < {GOAL:.0%} where blocking waits ≥ {AT_LEAST:.0%}")
+    print(f"goal: streaming < {GOAL:.0%} where blocking waits ≥ {MIN_BLOCKING:.0%}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""A picture of what stages do: blue while they compute, grey while they stand still.
+"""Draw when stages compute (blue) and when they wait (grey), as an SVG file.
 
     python benchmarks/timelines.py FILE.svg [SPEC SPEC …] [--link 200mbit] [--stages 4] [--model vgg8] [--batch-size 64]
 
-Every stage is a process on a netlab host of its own. All strategies train the same model on the same blocks, and are
+Every stage is a process on a netlab host of its own. All strategies train the same model on the same blocks. They are
 drawn on one scale of time, from the moment when the last stage has done a few steps.
 """
 
@@ -40,13 +40,13 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64)
     options = parser.parse_args()
     if "RANK" in os.environ:
-        print(json.dumps(one_stage(options.specs[0], options.model, options.batch_size)))
+        print(json.dumps(run_stage(options.specs[0], options.model, options.batch_size)))
     else:
-        options.file.write_text(drawing({spec: stages(spec, options) for spec in options.specs}))
+        options.file.write_text(draw_svg({spec: run_stages(spec, options) for spec in options.specs}))
 
 
-def stages(spec: str, options: argparse.Namespace) -> list[list[Span]]:
-    """What each stage did, on one clock."""
+def run_stages(spec: str, options: argparse.Namespace) -> list[list[Span]]:
+    """The spans of each stage, on one clock."""
     program = [sys.executable, __file__, str(options.file), spec, "--model", options.model]
     program += ["--batch-size", str(options.batch_size)]
     with netlab.hosts(options.stages, options.link) as hosts:
@@ -64,7 +64,7 @@ def stages(spec: str, options: argparse.Namespace) -> list[list[Span]]:
         return [json.loads(rank.communicate(timeout=120)[0]) for rank in ranks]
 
 
-def one_stage(spec: str, model: str, batch_size: int) -> list[Span]:
+def run_stage(spec: str, model: str, batch_size: int) -> list[Span]:
     shape = (1, 8, 8)
     torch.manual_seed(0)
     with tw.join() as comm:
@@ -73,7 +73,7 @@ def one_stage(spec: str, model: str, batch_size: int) -> list[Span]:
             optimizer=lambda p: torch.optim.SGD(p, 0.01, 0.9),
         )  # fmt: skip
         batch = torch.randn(batch_size, *shape), torch.randint(0, 10, (batch_size,))
-        trainer.step(batch)  # which cuts the model
+        trainer.step(batch)  # the first step cuts the model
         timeline = comm.ledger.timeline
         timeline.record()
         trainer.begin_epoch(NUM_STEPS)
@@ -87,7 +87,7 @@ def one_stage(spec: str, model: str, batch_size: int) -> list[Span]:
     return [(kinds[s["kind"]], s["begin"], s["begin"] + s["seconds"]) for s in spans if s["kind"] in kinds]
 
 
-def drawing(runs: dict[str, list[list[Span]]]) -> str:
+def draw_svg(runs: dict[str, list[list[Span]]]) -> str:
     shapes, top = [], 0
     for spec, ranks in runs.items():
         top += GAP
@@ -99,9 +99,7 @@ def drawing(runs: dict[str, list[list[Span]]]) -> str:
             shapes.append(f'<text x="0" y="{top + 12}">stage {number}</text>')
             shapes += [bar(span, begin, top) for kind in ("busy", "wait") for span in spans if span[0] == kind]
             top += ROW
-    shapes.append(
-        f'<text x="{LEFT}" y="{top + 16}">blue: computing; grey: standing still; {WINDOW_SECONDS} seconds</text>'
-    )
+    shapes.append(f'<text x="{LEFT}" y="{top + 16}">blue: computing; grey: waiting; {WINDOW_SECONDS} seconds</text>')
     size = f'viewBox="0 0 {WIDTH} {top + 26}" width="{WIDTH}" height="{top + 26}"'
     lines = "\n".join(shape for shape in shapes if shape)
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n{STYLE}\n{lines}\n</svg>\n'

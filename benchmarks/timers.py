@@ -1,9 +1,9 @@
-"""What the ledger's clocks and the timeline cost, as a share of a training step, in one run.
+"""The cost of the ledger's clocks and of the timeline, as a share of a training step, in one run.
 
     torchrun --nproc-per-node 2 benchmarks/timers.py [SPEC] [--model mlp] [--batch-size 16]
 
-Rounds of steps with the timeline recording everything and rounds with its clocks taken out alternate. Because that
-difference drowns in the noise of a busy machine, the calls of a step are also counted and timed by themselves.
+Rounds alternate between steps with a timeline that records everything and steps with one that has no clocks. On a busy
+machine their difference is smaller than the noise. So the calls of a step are also counted, and timed by themselves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from thinwire.comm.timeline import Timeline
 ROUNDS, STEPS, CALLS = 30, 20, 20_000
 
 
-class Nothing(Timeline):
+class NoClocks(Timeline):
     """A timeline without clocks."""
 
     def step(self, number: int) -> Any:
@@ -36,7 +36,7 @@ class Nothing(Timeline):
 
 
 class Counting(Timeline):
-    """A timeline that counts how often it is told something."""
+    """A timeline that counts the spans that it is given."""
 
     calls = 0
 
@@ -70,9 +70,9 @@ def main() -> None:
             return (time.perf_counter() - begin) / STEPS
 
         steps(Timeline())
-        times: dict[type[Timeline], list[float]] = {Timeline: [], Nothing: []}
+        times: dict[type[Timeline], list[float]] = {Timeline: [], NoClocks: []}
         for turn in range(ROUNDS):
-            for kind in (Timeline, Nothing) if turn % 2 else (Nothing, Timeline):
+            for kind in (Timeline, NoClocks) if turn % 2 else (NoClocks, Timeline):
                 timeline = kind()
                 timeline.record()
                 times[kind].append(steps(timeline))
@@ -93,7 +93,7 @@ def report(options: argparse.Namespace, times: dict[type[Timeline], list[float]]
 
 
 def seconds_a_call() -> float:
-    """The dearest call, `step`, which reads the clock twice and enters a context."""
+    """The seconds of the most expensive call."""
     timeline = Timeline()
     timeline.record()
 

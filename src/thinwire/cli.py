@@ -76,7 +76,7 @@ def compare(
     thinwire compare --out runs/compare-1 --resume      # do the runs that are not finished
     ```
     """
-    from thinwire.compare.bench import compare
+    from thinwire.compare.runner import compare
 
     compare(list(strategies), settings.model_dump(include=settings.model_fields_set))
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.compare.test_bench import results_of, thinwire
-from thinwire.compare.baseline import NONE, Decision, at_first, decide
+from tests.compare.test_runner import results_of, thinwire
+from thinwire.compare.baseline import NOT_RUN, Decision, decide, initial_decision
 from thinwire.config import CompareConfig
 from thinwire.errors import UsageError
 from thinwire.run.records import read_rows
@@ -55,20 +55,20 @@ def test_without_data_parallel_the_median_strategy_is_the_measure() -> None:
 def test_what_is_known_before_the_runs() -> None:
     left_out = Decision(run=False, seconds=9, others_seconds=1)
     auto = CompareConfig(ranks=4)
-    assert at_first(auto, ["a"], None) is None
-    assert at_first(auto, ["a"], left_out) == left_out, "what was decided stays"
-    assert at_first(auto, ["a", "alone"], None) == NONE, "it is there already"
-    assert at_first(CompareConfig(ranks=1), ["a"], None) == NONE
-    assert at_first(CompareConfig(ranks=3, nodes=2), ["a"], None) == NONE
-    assert at_first(CompareConfig(ranks=4, baseline="none"), ["a"], Decision(run=True)) == NONE
+    assert initial_decision(auto, ["a"], None) is None
+    assert initial_decision(auto, ["a"], left_out) == left_out, "what was decided stays"
+    assert initial_decision(auto, ["a", "alone"], None) == NOT_RUN, "it is there already"
+    assert initial_decision(CompareConfig(ranks=1), ["a"], None) == NOT_RUN
+    assert initial_decision(CompareConfig(ranks=3, nodes=2), ["a"], None) == NOT_RUN
+    assert initial_decision(CompareConfig(ranks=4, baseline="none"), ["a"], Decision(run=True)) == NOT_RUN
     asked = CompareConfig(ranks=3, link="1gbit", baseline="alone")
-    assert at_first(asked, ["a"], left_out) == Decision(run=True)
+    assert initial_decision(asked, ["a"], left_out) == Decision(run=True)
     for impossible, message in (
         (CompareConfig(baseline="alone"), "try --ranks 4"),
         (CompareConfig(ranks=5, nodes=2, baseline="alone"), "2 nodes share 5; try --ranks 6"),
     ):
         with pytest.raises(UsageError, match=message):
-            at_first(impossible, ["a"], None)
+            initial_decision(impossible, ["a"], None)
 
 
 # ---- in a comparison
@@ -154,7 +154,7 @@ def test_a_baseline_may_fail_unless_it_was_asked_for(tmp_path: Path, program_ser
     say_it_took(tmp_path, seconds=1000)
     fault.unlink()
     err = resume(tmp_path, "--baseline", "auto")
-    assert "one machine alone, the baseline that nobody asked for, failed, and the other runs are not affected" in err
+    assert "one machine alone, the automatic baseline, failed; the other runs are not affected" in err
     assert "alone, seed 0: rank" in err
     assert "a fault of the user's own" in err
     assert "to go without it: thinwire compare --out cmp --resume --baseline none" in err

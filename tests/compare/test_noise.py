@@ -90,7 +90,7 @@ def test_equal_strategies_are_told_apart_about_once_in_twenty_times() -> None:
         samples = [[chance.gauss(90, 0.5) for _ in range(3)] for _ in range(8)]
         noise = noise_of(samples)
         assert noise is not None
-        apart += not noise.alike(samples[0], samples[1])
+        apart += not noise.can_be_equal(samples[0], samples[1])
     assert 20 <= apart <= 110
 
 
@@ -110,8 +110,8 @@ def test_a_strategy_that_varies_far_more_than_the_others_is_not_told_apart_by_th
         samples = [[chance.gauss(90, deviation) for _ in range(3)] for deviation in (3, 0.3, 0.3, 0.3, 0.3)]
         noise = noise_of(samples)
         assert noise is not None
-        apart += noise.apart(samples[0], samples[1])
-        missed += not noise.apart([value + 5 for value in samples[2]], samples[1])
+        apart += noise.is_different(samples[0], samples[1])
+        missed += not noise.is_different([value + 5 for value in samples[2]], samples[1])
     assert apart <= 0.07 * tries
     assert missed <= 0.03 * tries, "ten deviations and more"
 
@@ -120,13 +120,13 @@ def test_welch() -> None:
     """Variances 0.02 and 2 of two seeds each: ν = 1.01²/(0.01² + 1²) = 1.02, t = 12.4, so means may be 12.5 apart."""
     calm, wild = [9.9, 10.1], [-1.0, 1.0]
     noise = Noise(0.01, 100)
-    assert not noise.alike(calm, wild)
-    assert not noise.apart(calm, wild)
-    assert not noise.apart(calm, [-3.0, -1.0])
-    assert noise.apart(calm, [-4.0, -2.0])
-    assert noise.apart(calm, [0.0]), "one value has no variance: the yardstick alone decides"
-    assert noise.apart([1.0, 1.0], [2.0, 2.0])
-    assert not noise.apart([1.0, 1.0], [1.0, 1.0])
+    assert not noise.can_be_equal(calm, wild)
+    assert not noise.is_different(calm, wild)
+    assert not noise.is_different(calm, [-3.0, -1.0])
+    assert noise.is_different(calm, [-4.0, -2.0])
+    assert noise.is_different(calm, [0.0]), "one value has no variance: the yardstick alone decides"
+    assert noise.is_different([1.0, 1.0], [2.0, 2.0])
+    assert not noise.is_different([1.0, 1.0], [1.0, 1.0])
 
 
 def test_where_half_of_the_strategies_do_not_vary_the_others_still_tell_of_noise() -> None:
@@ -148,8 +148,8 @@ def test_times_vary_in_proportion() -> None:
     times = [[10.0, 11.0, 10.5], [100.0, 110.0, 105.0], [112.0, 103.0, 109.0]]
     noise = noise_of(times, relative=True)
     assert noise is not None
-    assert noise.alike(times[1], times[2])
-    assert not noise.alike(times[0], times[1])
+    assert noise.can_be_equal(times[1], times[2])
+    assert not noise.can_be_equal(times[0], times[1])
     assert noise.deviation == pytest.approx(0.048, rel=0.3), "5 %, whatever the size"
 
 

@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 
+from thinwire.compare.files import run_place
 from thinwire.compare.report import page, write_report
 from thinwire.compare.report.axes import metric_axis
-from thinwire.compare.report.figures import Point, pareto
 from thinwire.compare.report.heatmap import heatmap
-from thinwire.compare.report.marks import Figure, short
+from thinwire.compare.report.pareto import Point, pareto_front
+from thinwire.compare.report.style import Figure, short
 from thinwire.compare.report.timeline import timeline, without
-from thinwire.compare.results import Entry, Record, Results, read_results, run_place
+from thinwire.compare.results import Entry, Record, Results, read_results
 from thinwire.config import RunConfig
 from thinwire.run.records import RunFolder
 from thinwire.run.schema import SeriesSummary
@@ -261,7 +262,7 @@ def test_nothing_sent_has_a_place_on_a_log_axis(tmp_path: Path) -> None:
     axis = figure["layout"]["xaxis"]
     assert (axis["type"], axis["ticktext"][0]) == ("log", "0")
     assert figure["data"][-1]["x"] == [axis["tickvals"][0]]
-    assert "On this log scale 0 is put at the left edge." in text(html)
+    assert "On this log scale 0 is drawn at the left edge." in text(html)
     assert "×\u00a0alone" in html
     assert "against one machine alone" in text(html) or "than one machine alone" in text(html)
 
@@ -289,10 +290,10 @@ def test_every_value_is_inside_of_its_axis_and_a_cut_axis_says_so(
 ) -> None:
     axis = metric_axis(metric, values)
     low, high = axis.layout["range"]
-    assert all(low <= axis.place(value) <= high for value in values)
-    assert ("does not begin at 0" in axis.words) == (not begins_at_0)
+    assert all(low <= axis.position(value) <= high for value in values)
+    assert ("does not begin at 0" in axis.remark) == (not begins_at_0)
     assert begins_at_0 == (low == 0)
-    places = [axis.place(value) for value in sorted(values)]
+    places = [axis.position(value) for value in sorted(values)]
     assert places == sorted(places)
 
 
@@ -471,8 +472,8 @@ def test_many_strategies_differ_in_colour_or_dash(tmp_path: Path) -> None:
 
 def test_the_front_is_what_nothing_beats() -> None:
     points = [Point(0, 1, 90), Point(1, 2, 89), Point(2, 3, 95), Point(3, 3, 94), Point(4, 9, 95)]
-    assert [point.strategy for point in pareto(points, 1)] == [0, 2]
-    assert [point.strategy for point in pareto(points, -1)] == [0, 1]
+    assert [point.strategy for point in pareto_front(points, 1)] == [0, 2]
+    assert [point.strategy for point in pareto_front(points, -1)] == [0, 1]
 
 
 def test_computing_is_the_step_without_waiting(tmp_path: Path) -> None:

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from tests.compare.test_report import DENSE, compare
-from tests.compare.test_tables import drawn
+from tests.compare.test_terminal_table import drawn
 from tests.run.test_worker import train
 from tests.worlds import ProcessWorlds
 from thinwire.comm.base import Comm
 from thinwire.comm.ledger import TRAINING, bytes_of
 from thinwire.common.formats import format_bytes
 from thinwire.compare.report import page
-from thinwire.compare.report.figures import purposes
+from thinwire.compare.report.purposes import purpose_figure
 from thinwire.compare.results import Record, read_results, spread
-from thinwire.compare.verdicts import as_json
+from thinwire.compare.results_json import results_json
 from thinwire.run.records import RunFolder, read_rows
 
 
@@ -54,7 +54,7 @@ def test_a_seed_that_diverged_is_left_out_and_results_stay_json(tmp_path: Path) 
     found = read_results(tmp_path).entries[0].spread("value")
     assert found is not None
     assert found.values == [v for i, v in enumerate(results.entries[0].spread("value").values) if i != 1]  # type: ignore[union-attr]
-    json.loads(json.dumps(as_json(read_results(tmp_path)), allow_nan=False))
+    json.loads(json.dumps(results_json(read_results(tmp_path)), allow_nan=False))
 
 
 def on_two_nodes(comm: Comm, settings: dict[str, Any]) -> None:
@@ -101,7 +101,7 @@ def test_ledger_summary_table_and_figure_tell_the_same_bytes(
         }
         assert summary["wire_bytes_per_rank"] == round(sent.total() / 2)
 
-        figure = purposes(results)
+        figure = purpose_figure(results)
         assert figure is not None
         assert sum(trace["x"][0] for trace in figure.data) == sent.total()
         training = bytes_of(by_purpose, TRAINING, ("between",))

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from thinwire.compare.results import Entry, Record, Results
-from thinwire.compare.verdicts import as_json, remarks, unequal_work, verdicts
+from thinwire.compare.results_json import results_json
+from thinwire.compare.verdicts import remarks, unequal_work, verdicts
 
 
 def entry(spec: str, values: list[float], seconds: list[float], **more: Any) -> Entry:
@@ -114,7 +115,7 @@ def test_a_baseline_needs_a_finite_value() -> None:
     quick, slow = (entry(name, [97.0, 97.1, 97.2], [t, t + 0.1, t]) for name, t in (("diloco", 10.0), ("ist", 20.0)))
     assert said(diverged, quick, slow) == ["a baseline", "same accuracy within noise, 2.0 × slower than diloco"]
     assert said(diverged, quick, ALONE)[0] == "same accuracy within noise, 3.1 × faster than one machine alone"
-    assert as_json(Results(Path(), [diverged, quick], ""))["strategies"][1]["times_as_fast_as"] == {}
+    assert results_json(Results(Path(), [diverged, quick], ""))["strategies"][1]["times_as_fast_as"] == {}
 
 
 def test_a_small_difference_that_was_told_apart_is_not_called_none() -> None:
@@ -172,7 +173,7 @@ def test_work_that_is_not_the_same_is_told(counts: list[tuple[str, int, int]], e
 
 def test_results_json_has_verdicts_factors_and_training_bytes() -> None:
     quick = entry("diloco", [97.2, 97.0, 97.05], [10.0, 10.1, 9.95])
-    found = json.loads(json.dumps(as_json(Results(Path(), [DENSE, quick, ALONE], "")), allow_nan=False))
+    found = json.loads(json.dumps(results_json(Results(Path(), [DENSE, quick, ALONE], "")), allow_nan=False))
     row = found["strategies"][1]
     assert row["verdict"].startswith("same accuracy within noise, 7.2 × faster than data_parallel")
     assert row["times_as_fast_as"]["data_parallel"] == pytest.approx(216.5 / 30.05)

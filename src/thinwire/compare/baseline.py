@@ -1,4 +1,4 @@
-"""One machine alone, beside a comparison: where it can be run, and whether it costs little."""
+"""One machine alone as a baseline of a comparison: whether it can be run, and whether it takes little time."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from thinwire.errors import UsageError
 
 SPEC = "alone"
 REFERENCE = "data_parallel"
-SHARE = 0.25  # of the time that the other runs took: what a baseline may take that nobody asked for
+MAX_SHARE = 0.25  # of the time of the other runs: an automatic baseline may not take more
 
 
 class Decision(BaseModel):
-    """Whether the baseline is run, and the estimate that decided it, if any did."""
+    """Whether the baseline is run, and the estimate that this was decided by, if there was one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: bool
-    seconds: float | None = None  # that the baseline's runs train, all together
-    others_seconds: float | None = None  # that the other runs took
+    seconds: float | None = None  # estimated training time of all runs of the baseline
+    others_seconds: float | None = None  # time that the other runs took
 
 
-NONE = Decision(run=False)
+NOT_RUN = Decision(run=False)
 
 
 def decide(
     runs: Mapping[str, Sequence[Mapping[str, Any]]], seeds: int, minutes: float | None = None
 ) -> Decision | None:
-    """Whether the baseline is run unasked: if it trains for at most a quarter of the time that the other runs took.
+    """Decide whether the automatic baseline is run: if it trains for at most a quarter of the time of the other runs.
 
-    A machine alone computes what all of them share otherwise, so seconds = seeds · machines · computing, where
-    computing = train_seconds · (1 − waiting_share) is that of a rank of data_parallel, else of the median strategy; no
-    run is longer than `minutes`. `runs` has the summaries of finished runs by strategy; None if there are none.
+    One machine does alone the computing that all machines otherwise share, so seconds = seeds · machines · computing,
+    where computing = train_seconds · (1 − waiting_share) is that of a rank of data_parallel, or without data_parallel
+    that of the median strategy. No run takes longer than `minutes`. `runs` has the summaries of finished runs by
+    strategy. None if no run has finished.
 
     >>> run = {"ranks": 4, "nodes": 2, "seconds": 50.0, "train_seconds": 40.0, "waiting_share": 0.75}
     >>> decide({"data_parallel": [run, run], "diloco": [run, run]}, seeds=2)
@@ -57,17 +58,20 @@ def decide(
     longest = float("inf") if minutes is None else 60 * minutes
     seconds = seeds * min(longest, machines * computing.get(REFERENCE, statistics.median(computing.values())))
     others = sum(one["seconds"] for one in every)
-    return Decision(run=seconds <= SHARE * others, seconds=seconds, others_seconds=others)
+    return Decision(run=seconds <= MAX_SHARE * others, seconds=seconds, others_seconds=others)
 
 
-def at_first(config: CompareConfig, specs: Sequence[str], before: Decision | None) -> Decision | None:
-    """What is known when a comparison begins, or goes on; None if it is to be decided when the other runs are done."""
+def initial_decision(config: CompareConfig, specs: Sequence[str], saved: Decision | None) -> Decision | None:
+    """The decision before the runs; None if it depends on the time that they take.
+
+    `saved` is the decision of a comparison that is resumed.
+    """
     ranks = config.ranks or 1
     nodes = config.nodes or (ranks if config.link is not None else 1)
     if config.baseline == "none" or SPEC in specs:
-        return NONE
+        return NOT_RUN
     if config.baseline == "auto":
-        return before if ranks > 1 and ranks % nodes == 0 else NONE
+        return saved if ranks > 1 and ranks % nodes == 0 else NOT_RUN
     if ranks == 1:
         raise UsageError("--baseline alone is about several ranks, and there is one; try --ranks 4")
     if ranks % nodes:
@@ -78,16 +82,16 @@ def at_first(config: CompareConfig, specs: Sequence[str], before: Decision | Non
     return Decision(run=True)
 
 
-def failed_unasked(errors: str, resume: str) -> str:
-    """What is said where a baseline that `auto` decided on has failed."""
+def failed_message(errors: str, resume: str) -> str:
+    """The message if the automatic baseline failed; `resume` is the command that resumes the comparison."""
     return (
-        "one machine alone, the baseline that nobody asked for, failed, and the other runs are not affected:\n"
+        "one machine alone, the automatic baseline, failed; the other runs are not affected:\n"
         f"{errors}\nto try it again: {resume}; to go without it: {resume} --baseline none"
     )
 
 
-def left_out(decision: Decision, resume: str) -> str:
-    """What is said of a baseline that would cost too much; `resume` is the command that goes on with the comparison."""
+def left_out_message(decision: Decision, resume: str) -> str:
+    """The message if the baseline would take too long; `resume` is the command that resumes the comparison."""
     assert decision.seconds is not None
     assert decision.others_seconds is not None
     return (

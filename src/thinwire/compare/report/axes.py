@@ -1,4 +1,4 @@
-"""Axes for time, bytes and metrics, with ticks that people can read."""
+"""The axes of figures for time, bytes and metrics, with round numbers as ticks."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any, NamedTuple
 
 from thinwire.common.formats import format_bytes
 
-HIGH = 90.0  # per cent: accuracies above are drawn by their errors
-FEW = 4.0  # times as many errors at the low end as at the high one, for that
+ERROR_SCALE_ABOVE = 90.0  # per cent: if an accuracy is higher, accuracies may be drawn by their errors,
+ERROR_SCALE_RATIO = 4.0  # if the lowest accuracy has at least so many times the errors of the highest
 
 
-class Axis(NamedTuple):
-    """Where a quantity is drawn on an axis that looks like `layout`, and what a reader must know of it."""
+class PlotAxis(NamedTuple):
+    """An axis of a figure."""
 
-    place: Callable[[float], float]
-    layout: dict[str, Any]
-    words: str = ""
+    position: Callable[[float], float]  # of a value, in the units of plotly's axis
+    layout: dict[str, Any]  # plotly's settings
+    remark: str = ""  # a sentence for the reader, if the axis is unusual
 
 
-def time_axis(values: list[float]) -> Axis | None:
-    """Training time from 0; None where there is none to show."""
+def time_axis(values: list[float]) -> PlotAxis | None:
+    """Training time from 0; None if all values are 0."""
     if not any(values):
         return None
     unit, name = next((u, n) for u, n in ((3600.0, "h"), (60.0, "min"), (1.0, "s")) if max(values) > 2 * u or u == 1)
     layout = {"title": {"text": f"training time ({name})"}, "rangemode": "tozero", "zeroline": False}
-    return Axis(lambda seconds: seconds / unit, layout | {"automargin": True})
+    return PlotAxis(lambda seconds: seconds / unit, layout | {"automargin": True})
 
 
-def bytes_axis(values: list[float], title: str) -> Axis | None:
-    """Logarithmic where a linear axis would press most of the values against zero; None where nothing was sent."""
+def bytes_axis(values: list[float], title: str) -> PlotAxis | None:
+    """Bytes: linear, or logarithmic if the values differ by more than a factor of ten; None if nothing was sent."""
     some = [value for value in values if value > 0]
     if not some:
         return None
@@ -43,19 +43,19 @@ def bytes_axis(values: list[float], title: str) -> Axis | None:
     layout = {"title": {"text": f"{title} (log scale)"}, "automargin": True, "zeroline": False, "type": "log"}
     marks = {"tickvals": [*zero, *ticks], "ticktext": ["0"] * len(zero) + _sizes(ticks)}
     edges = [math.log10(min(zero + some)) - 0.08, math.log10(high) + 0.08]
-    words = "On this log scale 0 is put at the left edge." if zero else ""
-    return Axis(lambda count: max([count, *zero]), layout | marks | {"range": edges}, words)
+    remark = "On this log scale 0 is drawn at the left edge." if zero else ""
+    return PlotAxis(lambda count: max([count, *zero]), layout | marks | {"range": edges}, remark)
 
 
-def linear_bytes(high: float, title: str) -> Axis:
-    """Bytes from 0."""
+def linear_bytes(high: float, title: str) -> PlotAxis:
+    """Bytes from 0 to at least `high`, linear."""
     ticks = linear_ticks(high)
     layout = {"title": {"text": title}, "automargin": True, "zeroline": False, "rangemode": "tozero"}
-    return Axis(float, layout | {"tickvals": ticks, "ticktext": _sizes(ticks)})
+    return PlotAxis(float, layout | {"tickvals": ticks, "ticktext": _sizes(ticks)})
 
 
 def linear_ticks(high: float) -> list[float]:
-    """Round numbers from 0 to a little above `high`: at most six of them.
+    """At most six round numbers, from 0 to a little above `high`.
 
     >>> linear_ticks(6_260_000_000)
     [0, 2000000000, 4000000000, 6000000000, 8000000000]
@@ -66,7 +66,7 @@ def linear_ticks(high: float) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten, with threefold ones between them where there are few.
+    """Powers of ten from `low` to `high`; if there are few, also three times each power.
 
     >>> log_ticks(2e6, 4e7)
     [1000000.0, 3000000.0, 10000000.0, 30000000.0, 100000000.0]
@@ -80,42 +80,47 @@ def _sizes(values: list[float]) -> list[str]:
     return [re.sub(r"\.0+ ", " ", format_bytes(value)) for value in values]
 
 
-def metric_axis(metric: str, values: list[float]) -> Axis:
-    """The axis of a metric: accuracies near 100 % by their errors on a log scale, so that they can be told apart."""
+def metric_axis(metric: str, values: list[float]) -> PlotAxis:
+    """The axis of a metric; accuracies near 100 % are drawn by their errors on a log scale, to separate them."""
     low, high = min(values), max(values)
-    if metric == "accuracy" and high > HIGH and high > low and 100 - low >= FEW * (100 - high):
+    if (
+        metric == "accuracy"
+        and high > ERROR_SCALE_ABOVE
+        and high > low
+        and 100 - low >= ERROR_SCALE_RATIO * (100 - high)
+    ):
         return _error_axis(low, values)
     room = max(0.06 * (high - low), 0.002 * abs(high), 1e-6)
     begin = low - room
     layout: dict[str, Any] = {"automargin": True, "zeroline": False, "nticks": 7}
     layout |= {"ticksuffix": " %"} if metric == "accuracy" else {}
     if begin <= 0.1 * high:
-        return Axis(float, layout | {"range": [0, high + room]})
-    return Axis(float, layout | {"range": [begin, high + room]}, f"The {metric} axis does not begin at 0.")
+        return PlotAxis(float, layout | {"range": [0, high + room]})
+    return PlotAxis(float, layout | {"range": [begin, high + room]}, f"The {metric} axis does not begin at 0.")
 
 
-def _error_axis(low: float, values: list[float]) -> Axis:
-    """−log₁₀(100 − accuracy), with the accuracies as ticks; 100 % stands where half of the fewest errors would."""
+def _error_axis(low: float, values: list[float]) -> PlotAxis:
+    """−log₁₀(100 − accuracy), with accuracies as ticks; 100 % is drawn where half of the fewest errors would be."""
     fewest = min((100 - value for value in values if value < 100), default=1.0)
     floor = fewest / 2 if max(values) >= 100 else fewest
 
-    def place(accuracy: float) -> float:
+    def position(accuracy: float) -> float:
         return -math.log10(max(100 - accuracy, floor))
 
-    begin, end = place(low), -math.log10(floor)
+    begin, end = position(low), -math.log10(floor)
     room = 0.05 * (end - begin)
     ticks = error_ticks(fewest, 100 - low)
-    labels = {place(100 - error): f"{100 - error:.4g} %" for error in ticks} | (
+    labels = {position(100 - error): f"{100 - error:.4g} %" for error in ticks} | (
         {end: "100 %"} if floor < fewest else {}
     )
     layout = {"automargin": True, "zeroline": False, "range": [begin - room, end + room]}
     layout |= {"tickvals": list(labels), "ticktext": list(labels.values())}
-    words = "The accuracy axis does not begin at 0. Each step up on it halves the errors."
-    return Axis(place, layout, words)
+    remark = "The accuracy axis does not begin at 0. Each step up on it halves the errors."
+    return PlotAxis(position, layout, remark)
 
 
 def error_ticks(fewest: float, most: float) -> list[float]:
-    """Round error rates between two, in per cent, most first: about four to seven of them.
+    """About four to seven round error rates from `most` down to `fewest`, in per cent.
 
     >>> error_ticks(1.5, 70)
     [50.0, 20.0, 10.0, 5.0, 2.0]

@@ -1,4 +1,4 @@
-"""A value of the strategy's status as a heatmap: a row of cells for each of its parts, a column for each epoch."""
+"""The figure of a series that is drawn as a heatmap: a row for each part of the value, a column for each epoch."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from html import escape
 from typing import Any, NamedTuple
 
 from thinwire.compare.report.axes import linear_ticks
-from thinwire.compare.report.marks import Figure, Trace, layout_of, short
+from thinwire.compare.report.style import Figure, Trace, layout_of, short
 from thinwire.compare.results import Entry, Record
 from thinwire.run.schema import SeriesSummary
 
-# One hue from light to dark, and neither so light nor so dark that it is lost on a white or on a black page.
+# One hue from light to dark; both ends stand out from a white and from a black page.
 SCALE = [[0.0, "#b9d7f4"], [0.25, "#86b5e6"], [0.5, "#5590d0"], [0.75, "#2f6db1"], [1.0, "#1b4a82"]]
-LEAST_ROW, MOST_ROW, LABEL = 15, 30, 12  # pixels of a row and of its name
-USUAL_HEIGHT, MOST_HEIGHT = 420, 800  # pixels of all rows: where rows begin to shrink, and where they have to
-MOST_FRAMED = 60  # rows or columns that are set apart by a line
-LEAST_NAME, MOST_NAME = 24, 36  # letters of a row's name: as few as tell all apart, and room left on a phone
+MIN_ROW, MAX_ROW, LABEL = 15, 30, 12  # pixels of a row and of its name
+USUAL_HEIGHT, MAX_HEIGHT = 420, 800  # pixels of all rows: at the first they begin to shrink, the second is the most
+MAX_GAPS = 60  # with more rows or columns there are no gaps between them
+MIN_NAME, MAX_NAME = 24, 36  # characters of a row's name: as few as keep names different; more do not fit on a phone
 
 
 class Cell(NamedTuple):
-    """Part and whole in some epoch, and the phase that the strategy was in."""
+    """A part and its whole in some epoch, and the phase of the strategy."""
 
     part: int
     whole: int
@@ -42,7 +42,7 @@ def heatmap(name: str, series: SeriesSummary, i: int, entry: Entry) -> Figure | 
     record, history = found
     rows = list(dict.fromkeys(row for cells in history.values() for row in cells))
     epochs = _columns(history)
-    height = min(MOST_HEIGHT, max(LEAST_ROW * len(rows), min(MOST_ROW * len(rows), USUAL_HEIGHT)))
+    height = min(MAX_HEIGHT, max(MIN_ROW * len(rows), min(MAX_ROW * len(rows), USUAL_HEIGHT)))
     ticks = sorted(set(linear_ticks(epochs[-1])))
     look = {"showgrid": False, "zeroline": False, "automargin": True}
     xaxis = look | {"title": {"text": "epoch"}, "tickvals": ticks, "range": [epochs[0] - 0.5, epochs[-1] + 0.5]}
@@ -55,7 +55,7 @@ def heatmap(name: str, series: SeriesSummary, i: int, entry: Entry) -> Figure | 
 
 
 def _history(record: Record, name: str) -> History:
-    """What a run recorded under a name; anything else than pairs (part, whole) is left out."""
+    """The pairs (part, whole) that a run recorded under a name; other values are left out."""
     history: History = {}
     for line in record.metrics:
         found, phase = line.get(name), line.get("phase")
@@ -78,7 +78,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _columns(history: History) -> list[int]:
-    """The epochs in order, with an empty one beside each hole: the others then keep their width."""
+    """The epochs in order, with an empty one beside each gap, so that plotly does not widen the others."""
     first, last = min(history), max(history)
     return sorted({near for epoch in history for near in range(epoch - 1, epoch + 2) if first <= near <= last})
 
@@ -87,17 +87,17 @@ def _map(history: History, rows: list[str], epochs: list[int], series: SeriesSum
     cells = [[history.get(epoch, {}).get(row) for epoch in epochs] for row in rows]
     shares = [[cell and cell.share for cell in line] for line in cells]
     words = [
-        [_cell_words(row, epoch, cell, series) if cell else "" for epoch, cell in zip(epochs, line, strict=True)]
+        [_cell_text(row, epoch, cell, series) if cell else "" for epoch, cell in zip(epochs, line, strict=True)]
         for row, line in zip(rows, cells, strict=True)
     ]
-    gaps = {"xgap": int(len(epochs) <= MOST_FRAMED), "ygap": int(len(rows) <= MOST_FRAMED)}
+    gaps = {"xgap": int(len(epochs) <= MAX_GAPS), "ygap": int(len(rows) <= MAX_GAPS)}
     place = {"type": "heatmap", "x": epochs, "y": list(range(len(rows))), "z": shares, "zmin": 0, "zmax": 100}
     look = {"colorscale": SCALE, "colorbar": _colour_bar(series.cell), **gaps}
     hover = {"text": words, "hovertemplate": "%{text}<extra></extra>", "hoverongaps": False}
     return place | look | hover
 
 
-def _cell_words(row: str, epoch: int, cell: Cell, series: SeriesSummary) -> str:
+def _cell_text(row: str, epoch: int, cell: Cell, series: SeriesSummary) -> str:
     name, phase = escape(short(row, 60), quote=False), escape(cell.phase, quote=False)
     share = escape(f"{series.cell} {cell.part} of {cell.whole} ({cell.share:.0f} %)", quote=False)
     return f"{escape(series.row, quote=False)} {name}, epoch {epoch}: {share}" + (f", phase {phase}" if phase else "")
@@ -126,17 +126,17 @@ def _row_axis(rows: list[str], height: int) -> dict[str, Any]:
 
 
 def _short_names(rows: list[str]) -> list[str]:
-    """Long names without the modules that all of them are in, and without their middle.
+    """Long names without the modules that all of them are in, cut in the middle.
 
     >>> _short_names(["encoder.rows.0.self_attention", "encoder.rows.1.self_attention"])
     ['…0.self_attention', '…1.self_attention']
     """
     names = rows
-    while max(map(len, rows)) > LEAST_NAME and len({name.partition(".")[:2] for name in names}) == 1 < len(rows):
+    while max(map(len, rows)) > MIN_NAME and len({name.partition(".")[:2] for name in names}) == 1 < len(rows):
         names = [name.partition(".")[2] for name in names]
     names = [f"…{name}" for name in names] if names != rows else rows
-    tries = ([short(name, most) for name in names] for most in range(LEAST_NAME, MOST_NAME + 1))
-    return next((found for found in tries if len(set(found)) == len(found)), [short(name, MOST_NAME) for name in names])
+    tries = ([short(name, most) for name in names] for most in range(MIN_NAME, MAX_NAME + 1))
+    return next((found for found in tries if len(set(found)) == len(found)), [short(name, MAX_NAME) for name in names])
 
 
 def _reading(record: Record, history: History, series: SeriesSummary) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from thinwire.compare.report.axes import linear_ticks
 from thinwire.compare.report.heatmap import heatmap
-from thinwire.compare.report.marks import Figure, colour, dash, layout_of
+from thinwire.compare.report.style import Figure, layout_of, strategy_colour, strategy_dash
 from thinwire.compare.results import Entry, Record, Results
 from thinwire.run.schema import SeriesSummary
 
@@ -22,7 +22,7 @@ def declared_series(results: Results) -> dict[str, SeriesSummary]:
 
 
 def series_of(entry: Entry) -> dict[str, SeriesSummary]:
-    """Those of one strategy; runs of earlier versions declare none."""
+    """The series of one strategy; runs of earlier versions declare none."""
     summaries = (record.summary for record in entry.finished if record.summary)
     declared: dict[str, Any] = next((summary["series"] for summary in summaries if summary.get("series")), {})
     return {name: SeriesSummary(**about) for name, about in declared.items()}
@@ -40,13 +40,13 @@ def series_figures(name: str, results: Results) -> Iterator[tuple[int, Entry, Fi
 
 
 def lines(name: str, series: SeriesSummary, i: int, entry: Entry) -> Figure | None:
-    """Each number against epochs, of the first finished seed in which one of them changes."""
+    """Each number over epochs, of the first finished seed in which one of them changes."""
     for record in entry.finished:
         history = _history(record, name)
         if any(len(set(points.values())) > 1 for points in history.values()):
             data = [
                 {"type": "scatter", "mode": "lines+markers", "x": list(points), "y": list(points.values()), "name": key,
-                 "line": {"color": colour(k), "dash": dash(k)}}
+                 "line": {"color": strategy_colour(k), "dash": strategy_dash(k)}}
                 for k, (key, points) in enumerate(history.items())
             ]  # fmt: skip
             last = max(epoch for points in history.values() for epoch in points)
@@ -57,7 +57,7 @@ def lines(name: str, series: SeriesSummary, i: int, entry: Entry) -> Figure | No
 
 
 def _history(record: Record, name: str) -> dict[str, dict[int, float]]:
-    """By the name of a line: its numbers by epoch."""
+    """For each line, by name, its numbers by epoch."""
     history: dict[str, dict[int, float]] = {}
     for row in record.metrics:
         value = row.get(name)

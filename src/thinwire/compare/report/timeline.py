@@ -1,4 +1,4 @@
-"""A few steps of every rank, drawn: what it computed, what it waited for, what was on the wire."""
+"""The figure of a few training steps: when each rank computed, waited and communicated."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ from html import escape
 from typing import Any
 
 from thinwire.common.formats import format_bytes, format_seconds
-from thinwire.compare.report.marks import GREY, Figure, Trace, hover, layout_of
+from thinwire.compare.report.style import GREY, Figure, Trace, hover_text, layout_of
 from thinwire.compare.results import Entry, Record
 
 KINDS = {"computing": "#8b95a1", "waiting": "#e0662b", "communication": "#2f78c4"}
-MOST_RANKS = 8  # in a timeline
-MOST_STEP_LABELS = 8
+MAX_RANKS = 8  # in a figure
+MAX_STEP_LABELS = 8
 
 
 def timeline(index: int, entry: Entry) -> Figure | None:
-    """A few steps of each rank: above, its computing thread; below, what was on the wire meanwhile."""
+    """A few steps of each rank in the first run that has a timeline; None if none has.
+
+    Each rank has two bars: above, its computing thread; below, its communication.
+    """
     record = next((record for record in entry.finished if record.timeline), None)
     if record is None:
         return None
     ranks = sorted({row["rank"] for row in record.timeline})
-    shown = {rank: place for place, rank in enumerate(ranks[:MOST_RANKS])}
+    shown = {rank: place for place, rank in enumerate(ranks[:MAX_RANKS])}
     rows = [row for row in record.timeline if row["rank"] in shown]
     end = max(_span(row)[1] for row in rows)
     unit, name = (1.0, "s") if end > 2 else (1e-3, "ms")
@@ -31,11 +34,11 @@ def timeline(index: int, entry: Entry) -> Figure | None:
     marks = _step_marks(rows, shown, unit)
     layout = layout_of(84 + 46 * len(shown), xaxis=xaxis, yaxis=yaxis, barmode="overlay", **marks)
     layout["margin"] |= {"t": 26}
-    return Figure(f"timeline-{index + 1}", entry.spec, _timeline_words(record, ranks), data, layout)
+    return Figure(f"timeline-{index + 1}", entry.spec, _reading(record, ranks), data, layout)
 
 
 def _by_kind(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """What each colour of a timeline stands for; computing is what is left of the steps without waiting."""
+    """The bars of each kind; computing is what is left of the steps without waiting."""
     found: dict[str, list[dict[str, Any]]] = {kind: [row for row in rows if row["kind"] == kind] for kind in KINDS}
     for step in (row for row in rows if row["kind"] == "step"):
         holes = [_span(row) for row in found["waiting"] if row["rank"] == step["rank"]]
@@ -49,7 +52,7 @@ def _span(row: dict[str, Any]) -> tuple[float, float]:
 
 
 def without(begin: float, end: float, holes: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """A span of time without the holes in it.
+    """The parts of a span of time that are outside of `holes`.
 
     >>> without(0, 10, [(2, 3), (6, 12)])
     [(0, 2), (3, 6)]
@@ -67,10 +70,10 @@ def _lane(kind: str, rows: list[dict[str, Any]], places: dict[int, int], unit: f
     bars = {"base": [row["begin"] / unit for row in rows], "x": [row["seconds"] / unit for row in rows]}
     lane = {"y": [places[row["rank"]] + offset for row in rows], "width": 0.36}
     marker = {"color": KINDS[kind], "line": {"width": 0}}
-    return {"type": "bar", "orientation": "h", **bars, **lane, "marker": marker, **hover(map(_lane_words, rows))}
+    return {"type": "bar", "orientation": "h", **bars, **lane, "marker": marker, **hover_text(map(_lane_text, rows))}
 
 
-def _lane_words(row: dict[str, Any]) -> str:
+def _lane_text(row: dict[str, Any]) -> str:
     what = escape(str(row.get("name") or row["kind"]), quote=False)
     what = f"waiting for {what}" if row["kind"] == "waiting" and what != "waiting" else what
     sent = f", {format_bytes(row['bytes'])}" if row.get("bytes") else ""
@@ -84,7 +87,7 @@ def _rank_axis(ranks: list[int]) -> dict[str, Any]:
 
 
 def _step_marks(rows: list[dict[str, Any]], places: dict[int, int], unit: float) -> dict[str, Any]:
-    """A line where each step begins, and above the first rank the steps' numbers."""
+    """A line where each step begins, and the numbers of the steps above the first rank."""
     steps = [row for row in rows if row["kind"] == "step"]
     lines = []
     for row in steps:
@@ -94,10 +97,10 @@ def _step_marks(rows: list[dict[str, Any]], places: dict[int, int], unit: float)
     first = [row for row in steps if places[row["rank"]] == 0]
     top = {"yref": "paper", "y": 1, "yanchor": "bottom", "xanchor": "left", "showarrow": False, "font": {"size": 11}}
     labels = [top | {"x": row["begin"] / unit, "text": f"step {row['step']}"} for row in first]
-    return {"shapes": lines, "annotations": labels if len(labels) <= MOST_STEP_LABELS else []}
+    return {"shapes": lines, "annotations": labels if len(labels) <= MAX_STEP_LABELS else []}
 
 
-def _timeline_words(record: Record, ranks: list[int]) -> str:
+def _reading(record: Record, ranks: list[int]) -> str:
     steps = [row["step"] for row in record.timeline]
-    some = f" The first {MOST_RANKS} of {len(ranks)} ranks." if len(ranks) > MOST_RANKS else ""
+    some = f" The first {MAX_RANKS} of {len(ranks)} ranks." if len(ranks) > MAX_RANKS else ""
     return f"Steps {min(steps)} to {max(steps)} of seed {record.seed}.{some}"

@@ -1,46 +1,53 @@
-"""Words and names, safe to put into the page."""
+"""Names and numbers as text for the page."""
 
 from __future__ import annotations
 
 import re
-from html import escape
+from dataclasses import dataclass
 from typing import Any
 
-from thinwire.compare.report.marks import colour, dash
+from thinwire.compare.report.style import strategy_colour, strategy_dash
 from thinwire.compare.results import Entry
 
 
-def spec_of(i: int, entry: Entry) -> str:
-    """A strategy with the ring of its colour."""
-    ring = {"solid": "solid", "dot": "dotted"}.get(dash(i), "dashed")
-    badge = f'<b class="badge" style="border:2px {ring} {colour(i)}">{i + 1}</b>'
-    return f'{badge}<span class="spec">{breakable(entry.spec)}</span>'
+@dataclass(frozen=True)
+class StrategyName:
+    """A strategy as the page names it: its number in a ring of its colour, and its spec."""
+
+    index: int
+    spec: str
+    border: str  # of the ring, in CSS
 
 
-def breakable(text: str) -> str:
-    """Text that may wrap after brackets, commas and the equals signs before words."""
-    return re.sub(r"([(,]|=(?=[a-z]))(?=\S)", r"\1<wbr>", escape(text))
+def strategy_name(i: int, entry: Entry) -> StrategyName:
+    """The name of a strategy on the page."""
+    ring = {"solid": "solid", "dot": "dotted"}.get(strategy_dash(i), "dashed")
+    return StrategyName(i, entry.spec, f"2px {ring} {strategy_colour(i)}")
 
 
-def code(text: Any) -> str:
-    """Text as code."""
-    return f"<code>{escape(str(text))}</code>"
+def split_at_breaks(text: str) -> list[str]:
+    """The pieces of a spec between which a line may break: after brackets, commas, and equals signs before words.
+
+    >>> split_at_breaks("data_parallel(reducer=topk(ratio=0.01))")
+    ['data_parallel(', 'reducer=', 'topk(', 'ratio=0.01))']
+    """
+    return re.split(r"(?<=[(,])(?=\S)|(?<==)(?=[a-z])", text)
 
 
-def counted(number: int, noun: str) -> str:
+def pluralize(number: Any, noun: str) -> str:
     """A number of things.
 
-    >>> counted(1, "rank"), counted(2, "rank")
+    >>> pluralize(1, "rank"), pluralize(2, "rank")
     ('1 rank', '2 ranks')
     """
-    return f"{escape(str(number))} {noun}{'s' * (number != 1)}"
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def listed(values: list[int]) -> str:
+def join_with_and(values: list[int]) -> str:
     """Numbers as a list in words.
 
-    >>> listed([0, 1, 2])
+    >>> join_with_and([0, 1, 2])
     '0, 1 and 2'
     """
-    words = [escape(str(value)) for value in values]
+    words = [str(value) for value in values]
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

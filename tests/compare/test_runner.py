@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("program_server")
 def start(
     *arguments: str, folder: Path, python: Sequence[str] = (sys.executable,), **more: str
 ) -> subprocess.Popen[str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "TMPDIR": str(folder), **more}
+    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "COLUMNS": "200", "TMPDIR": str(folder), **more}
     return subprocess.Popen(
         [*python, "-m", "thinwire", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=env, cwd=folder, start_new_session=True,
@@ -346,7 +346,7 @@ def test_a_budget_of_minutes_ends_training_after_an_epoch(tmp_path: Path) -> Non
 def test_a_reader_that_leaves_does_not_stop_a_comparison(tmp_path: Path) -> None:
     compare = [*programs.PYTHON, "-m", "thinwire", "compare", "data_parallel", "--epochs", "1", "--seeds", "2"]
     command = f"{shlex.join([*compare, '--out', 'cmp'])} 2>&1 | head -1"
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "TMPDIR": str(tmp_path)}
     subprocess.run(command, shell=True, cwd=tmp_path, env=env, timeout=100, check=True, capture_output=True)
     deadline = time.monotonic() + 60
     while not (tmp_path / "cmp" / "report.html").exists() and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Results as tables for a terminal, and figures in the words that people use for them."""
+"""The results of a comparison in a terminal: the table, and the lines below it."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from rich import box
 from rich.table import Table
 
 from thinwire.common.formats import format_bytes, format_metric, format_rate, format_seconds
-from thinwire.compare.results import Entry, Figure, Results, Spread, on_link, sent
+from thinwire.compare.results import Entry, Measure, Results, Spread, on_link, sent
 from thinwire.compare.verdicts import baselines, is_unequal, remarks, speed, times, verdicts
 
-NAME_WIDTH = 18  # that a strategy's name needs at least
+MIN_NAME_WIDTH = 18  # characters of the first column
 
 
 def comparison_table(results: Results, width: int, states: dict[str, str] | None = None) -> Table:
-    """A row for each strategy, with as many figures as there is room for, the most telling first.
+    """A row for each strategy, with as many columns as fit into `width`, the most important first.
 
-    `states` says how far each strategy is, while the comparison goes on. Bytes are those between nodes, by all ranks,
-    or on one node those of a rank; `kernel` is what its witness counted between nodes, to hold against "sent in all".
+    `states` says how far each strategy is while the comparison runs. Bytes are those between nodes by all ranks, or on
+    one node those of a rank on average. The column "kernel" is what the Linux kernel counted between nodes, to check
+    "sent in all" against.
     """
     columns = _columns(results)
     if states is not None:
         columns = {"progress": lambda entry: states[entry.spec], **columns}
     cells = {name: [cell(entry) for entry in results.entries] for name, cell in columns.items()}
     widths = {name: max(map(len, (name, *column))) + 2 for name, column in cells.items()}
-    while len(cells) > 2 and sum(widths[name] for name in cells) + NAME_WIDTH > width:
+    while len(cells) > 2 and sum(widths[name] for name in cells) + MIN_NAME_WIDTH > width:
         del cells[list(cells)[-1]]
-    room = max(NAME_WIDTH, width - sum(widths[name] for name in cells))
+    room = max(MIN_NAME_WIDTH, width - sum(widths[name] for name in cells))
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
     table.add_column("strategy", overflow="fold", max_width=room)
     for name in cells:
@@ -38,27 +39,27 @@ def comparison_table(results: Results, width: int, states: dict[str, str] | None
 
 
 def _columns(results: Results) -> dict[str, Callable[[Entry], str]]:
-    """What a column says of a strategy."""
+    """For each column, by its heading, the function that returns the cell of a strategy."""
     metric, target = results.metric, results.target
 
     def value(number: float) -> str:
         return format_metric(number, metric)
 
-    def mean(figure: Figure, words: Callable[[float], str]) -> Callable[[Entry], str]:
-        return lambda entry: words(found.mean) if (found := entry.spread(figure)) else "–"
+    def mean(measure: Measure, form: Callable[[float], str]) -> Callable[[Entry], str]:
+        return lambda entry: form(found.mean) if (found := entry.spread(measure)) else "–"
 
-    def against(baseline: Entry) -> Callable[[Entry], str]:
+    def speed_of(baseline: Entry) -> Callable[[Entry], str]:
         return lambda entry: times(factor) if (factor := speed(entry, baseline)) else "–"
 
-    measures = {baseline.spec: baseline for baseline in baselines(results)}
+    references = {baseline.spec: baseline for baseline in baselines(results)}
     counts = {"updates": "steps", "samples": "samples"}
     work = {name: mean(key, "{:,.0f}".format) for name, key in counts.items() if is_unequal(results, key)}
     return {
         metric: lambda entry: with_spread(entry.spread("value"), value) if entry.finished else _unfinished(entry),
         "training": mean("train_seconds", format_seconds),
-        **{f"× {spec}": against(baseline) for spec, baseline in measures.items() if spec == "data_parallel"},
+        **{f"× {spec}": speed_of(baseline) for spec, baseline in references.items() if spec == "data_parallel"},
         "sent in training": mean(results.cost, format_bytes),
-        **{f"× {spec}": against(baseline) for spec, baseline in measures.items() if spec != "data_parallel"},
+        **{f"× {spec}": speed_of(baseline) for spec, baseline in references.items() if spec != "data_parallel"},
         **({f"to {target:g}": lambda entry: to_target(entry, target)} if target is not None else {}),
         "waiting": mean("waiting_share", lambda share: f"{100 * share:.0f} %"),
         **work,
@@ -75,28 +76,28 @@ def _unfinished(entry: Entry) -> str:
 
 
 def comparison_lines(results: Results) -> list[str]:
-    """What is said below the table: a verdict on each strategy, what is unfair, which bytes, the network."""
-    judged = [f"{results.entries[i].spec}: {words}" for i, words in verdicts(results).items()]
+    """The lines below the table: a verdict on each strategy, remarks, which bytes are meant, the network."""
+    sentences = [f"{results.entries[i].spec}: {words}" for i, words in verdicts(results).items()]
     where = "between nodes, by all ranks together" if results.shares_link else "by a rank on average"
     sent = f"sent: {where}; in training, and in all with start, evaluation and checkpoints"
-    return [line for line in (*judged, *remarks(results), sent, comparison_caption(results)) if line]
+    return [line for line in (*sentences, *remarks(results), sent, comparison_caption(results)) if line]
 
 
 def comparison_caption(results: Results) -> str:
-    """The network of a comparison in words: what was asked for, what was measured, and what is wrong with it."""
+    """The link that was asked for, the measured rates, and in how many runs it was off; empty if there is no link."""
     found = [record.summary for entry in results.entries for record in entry.finished if record.summary]
     link = found[0]["link"] if found else None
     if link is None:
         return ""
     rates = sorted(one["link_measured"]["rate_mbit"] for one in found if one["link_measured"])
     measured = f", measured {format_rate(rates[0])}–{format_rate(rates[-1])} Mbit/s" if rates else ""
-    wrong = [f"{state.upper()} in {n} of {len(found)} runs" for state in ("off", "not shaped")
+    problems = [f"{state.upper()} in {n} of {len(found)} runs" for state in ("off", "not shaped")
              if (n := sum(one["link_state"] == state for one in found))]  # fmt: skip
-    return f"link {link}{measured}" + "".join(f"; {words}" for words in wrong)
+    return f"link {link}{measured}" + "".join(f"; {words}" for words in problems)
 
 
 def to_target(entry: Entry, target: float) -> str:
-    """The training time to a target, and how many seeds reached it if not all did."""
+    """The training time to a target, and how many seeds reached it, unless all did."""
     reached = entry.seconds_to(target)
     if reached is None:
         return "not reached" if entry.finished else "–"
@@ -104,8 +105,8 @@ def to_target(entry: Entry, target: float) -> str:
     return format_seconds(reached.mean) + (f" ({len(reached.values)} of {len(entry.finished)})" if missed else "")
 
 
-def with_spread(spread: Spread | None, words: Callable[[float], str]) -> str:
-    """A mean with its standard deviation, where there is one.
+def with_spread(spread: Spread | None, form: Callable[[float], str]) -> str:
+    """A mean with its standard deviation, if there is one; `form` turns a number into text.
 
     >>> with_spread(Spread(97.1, 0.2, [96.9, 97.3]), lambda value: f"{value:.2f} %")
     '97.10 ± 0.20 %'
@@ -113,7 +114,7 @@ def with_spread(spread: Spread | None, words: Callable[[float], str]) -> str:
     if spread is None:
         return "–"
     if spread.deviation is None:
-        return words(spread.mean)
-    mean, _, unit = words(spread.mean).partition(" ")
-    deviation = words(spread.deviation).partition(" ")[0]
+        return form(spread.mean)
+    mean, _, unit = form(spread.mean).partition(" ")
+    deviation = form(spread.deviation).partition(" ")[0]
     return f"{mean} ± {deviation} {unit}".rstrip()

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from tests.compare.test_report import DENSE, SPARSE, compare
 from thinwire.compare.results import Results
-from thinwire.compare.tables import comparison_caption, comparison_table
+from thinwire.compare.terminal_table import comparison_caption, comparison_table
 from thinwire.run.tables import result_table
 
 

@@ -1,0 +1,63 @@
+"""The files of a comparison: their places, their format, and reading them with clear errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from thinwire.errors import UsageError
+from thinwire.run.schema import NEEDED
+
+FORMAT = 1  # of compare.json and results.json
+
+
+def run_place(index: int, spec: str, seed: int) -> str:
+    """The folder of one run, relative to the folder of its comparison.
+
+    >>> run_place(1, "data_parallel(bucket_mb=5)", 0)
+    'runs/2-data_parallel/seed-0'
+    """
+    return f"runs/{index + 1}-{spec.partition('(')[0]}/seed-{seed}"
+
+
+def holds_comparison(folder: Path) -> bool:
+    """Was this folder written by `thinwire compare`?"""
+    return (folder / "compare.json").exists()
+
+
+def read_comparison_file(folder: Path) -> dict[str, Any]:
+    """compare.json: what is compared, and which runs failed."""
+    path = folder / "compare.json"
+    about = _read_json(path)
+    if about.get("format") != FORMAT:
+        raise UsageError(
+            f"{path} has format {about.get('format')}, this version reads {FORMAT}; repeat the comparison, "
+            "or use the version of thinwire that wrote it"
+        )
+    if missing := [key for key in ("specs", "seeds", "target", "errors", "command") if key not in about]:
+        raise UsageError(f"{path} lacks {', '.join(missing)}: it is damaged; repeat the comparison")
+    return about
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """A run's summary.json; an error names the keys that a comparison needs and that it lacks."""
+    summary = _read_json(path)
+    missing = [key for key in NEEDED if key not in summary]
+    if missing:
+        by = summary.get("versions", {}).get("thinwire", "another program")
+        raise UsageError(
+            f"{path} was written by thinwire {by} and lacks {', '.join(missing)}; "
+            "move that run's folder away and do it again"
+        )
+    return summary
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {path}: {error}; it is damaged, or not thinwire's") from None
+    if not isinstance(value, dict):
+        raise UsageError(f"{path} is not one of thinwire's files; check the folder")
+    return value
