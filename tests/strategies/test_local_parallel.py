@@ -404,7 +404,7 @@ def test_a_dead_stage_is_named_by_its_neighbours() -> None:
         ("local_parallel(cut=['4', 8])", 2, r"cut\[1\]=8 is not possible: should be a valid string"),
         ("local_parallel(head=nonsense)", 2, r"unknown head 'nonsense'"),
         ("local_parallel(window=0)", 2, r"window=0 is not possible"),
-        ("local_parallel(head=conv)", 2, r"head=conv is for images"),
+        ("local_parallel(head=conv)", 2, r"head=conv is for the classification of images"),
         ("pipeline", 2, r"need processes"),
     ],
 )
