@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.base import Comm
+from thinwire.common.tensors import flatten, unflatten
 
 
 def all_gather_json(comm: Comm, value: Any, pad_bytes: int = 1024) -> list[Any]:
@@ -28,6 +29,5 @@ def coalesced(tensors: Sequence[Tensor], operation: Callable[[Tensor], Tensor]) 
     """Replace tensors by what an operation makes of them, all of one dtype together: one round trip, not many."""
     for dtype in dict.fromkeys(t.dtype for t in tensors):
         same = [t for t in tensors if t.dtype == dtype]
-        flat = operation(torch.cat([t.reshape(-1) for t in same]))
-        for tensor, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
-            tensor.copy_(part.view(tensor.shape))
+        for tensor, part in zip(same, unflatten(operation(flatten(same)), same), strict=True):
+            tensor.copy_(part)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from thinwire.comm.base import Comm
 from thinwire.comm.work import FinishedWork, Work
-from thinwire.common.tensors import named_tensors, num_bytes
+from thinwire.common.tensors import flatten, from_bytes, named_tensors, num_bytes, to_bytes
 
 
 class Copies:
@@ -48,10 +48,10 @@ class Copies:
         self.receiving = FinishedWork(state["coming"].to(self._bytes().device)) if "coming" in state else None
 
     def _bytes(self) -> Tensor:
-        return torch.cat([t.detach().reshape(-1).view(torch.uint8) for t in named_tensors(self.module).values()])
+        return flatten(to_bytes(t) for t in named_tensors(self.module).values())
 
     @torch.no_grad()
     def _load(self, data: Tensor) -> None:
         tensors = list(named_tensors(self.module).values())
         for tensor, part in zip(tensors, data.split([num_bytes(t) for t in tensors]), strict=True):
-            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+            tensor.copy_(from_bytes(part, tensor.dtype, tensor.shape))

@@ -15,7 +15,7 @@ from thinwire.comm.base import Comm, Op, find_own_group
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.process_groups import GroupPair, new_group_pair, peer_errors, timeout_of
 from thinwire.comm.work import MappedWork, Work
-from thinwire.common.tensors import num_bytes
+from thinwire.common.tensors import from_bytes, num_bytes, to_bytes
 from thinwire.errors import RunError, UsageError
 
 T = TypeVar("T")
@@ -118,7 +118,7 @@ class ProcessComm(Comm):
             return _Work(dist.all_reduce(staged, OPS[op], self.group, async_op=True), staged, tensor.device)
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
-        sent = _as_bytes(self._staged(tensor))
+        sent = to_bytes(self._staged(tensor))
         out = self._buffer(self.size * sent.numel(), tensor.device)
         if sent.numel():
             with peer_errors():
@@ -126,7 +126,7 @@ class ProcessComm(Comm):
         return _parts(out, [tensor] * self.size)
 
     def _all_to_all(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        sent = _end_to_end([_as_bytes(part.detach().contiguous()) for part in parts])
+        sent = _concatenate([to_bytes(part) for part in parts])
         sent = sent if sent.device == self.wire_device else self._staged(sent)
         sizes, counts = [num_bytes(part) for part in like], [num_bytes(part) for part in parts]
         out = self._buffer(sum(sizes), like[0].device)
@@ -135,14 +135,14 @@ class ProcessComm(Comm):
         return _parts(out, like)
 
     def _broadcast(self, tensor: Tensor, root: int) -> Tensor:
-        sent = _as_bytes(self._staged(tensor))
+        sent = to_bytes(self._staged(tensor))
         if sent.numel():
             with peer_errors():
                 dist.broadcast(sent, group=self.group, group_src=root)
-        return _restored(sent, tensor)
+        return from_bytes(sent, tensor.dtype, tensor.shape).to(tensor.device)
 
     def _isend(self, tensor: Tensor, to: int) -> Work:
-        sent = _as_bytes(self._staged(tensor))
+        sent = to_bytes(self._staged(tensor))
         with peer_errors():
             return _Work(dist.isend(sent, group=self.group, group_dst=to), sent, self.wire_device)
 
@@ -150,7 +150,7 @@ class ProcessComm(Comm):
         out = self._buffer(num_bytes(like), like.device)
         with peer_errors():
             work = _Work(dist.irecv(out, group=self.group, group_src=source), out, like.device)
-        return MappedWork(work, lambda data: _restored(data, like))
+        return MappedWork(work, lambda data: from_bytes(data, like.dtype, like.shape))
 
     def _staged(self, tensor: Tensor) -> Tensor:
         """A private contiguous copy where the backend can send it from (gloo: host memory, pinned for a GPU)."""
@@ -187,11 +187,11 @@ def _parts(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Bytes off the wire, moved in one go, as tensors of the wanted shapes, dtypes and device."""
     to_gpu = like[0].device.type == "cuda"
     chunks = data.to(like[0].device, non_blocking=to_gpu).split([num_bytes(part) for part in like])
-    return [_restored(chunk, part) for chunk, part in zip(chunks, like, strict=True)]
+    return [from_bytes(chunk, part.dtype, part.shape) for chunk, part in zip(chunks, like, strict=True)]
 
 
-def _end_to_end(parts: Sequence[Tensor]) -> Tensor:
-    """Bytes one after the other: where they lie so already, no copy is made."""
+def _concatenate(parts: Sequence[Tensor]) -> Tensor:
+    """Bytes one after the other; no copy is made where they lie so already."""
     first = parts[0]
     at = first.storage_offset()
     for part in parts:
@@ -199,15 +199,3 @@ def _end_to_end(parts: Sequence[Tensor]) -> Tensor:
             return torch.cat(list(parts))
         at += part.numel()
     return first.as_strided((at - first.storage_offset(),), (1,))
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def _restored(data: Tensor, like: Tensor) -> Tensor:
-    """Bytes off the wire as a tensor of the wanted shape, dtype and device."""
-    if not data.numel():
-        return torch.empty_like(like, memory_format=torch.contiguous_format)
-    aligned = data if data.storage_offset() % like.element_size() == 0 else data.clone()
-    return aligned.view(like.dtype).reshape(like.shape).to(like.device)
