@@ -1,4 +1,4 @@
-"""How small does AB-training make VGG16 on CIFAR-10, and what is sent meanwhile?
+"""How small does AB-training make VGG16 on CIFAR-10, and how many bytes does it send?
 
     python benchmarks/ab.py --data DIR [SPEC …] [--epochs 8] [--ranks 4] [--nodes 2] [--batch-size 128] [--seeds 1]
                             [--model "vgg16(classifier=4096, places=7)"]
@@ -8,7 +8,7 @@ for 150 epochs on 8 ranks and report 44.14 : 1:
 
     python benchmarks/ab.py --data DIR "ab(group_size=4, sync_every=759, warmup=4330)" --epochs 150 --ranks 8
 
-For accuracy and bytes beside plain data parallelism, name it as a SPEC too.
+To compare accuracy and bytes with data parallelism, give data_parallel as a SPEC too.
 """
 
 from __future__ import annotations

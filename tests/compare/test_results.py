@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.compare.test_report import DENSE, compare
+from tests.compare.comparisons import DENSE, compare
 from tests.compare.test_terminal_table import drawn
 from tests.run.test_worker import train
 from tests.worlds import ProcessWorlds

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests import programs
-from tests.compare.test_report import check_in_browser
+from tests.compare.browser import check_in_browser
 from tests.run.test_worker import same_files
 from thinwire.run.records import read_rows
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.compare.test_report import DENSE, SPARSE, compare
+from tests.compare.comparisons import DENSE, SPARSE, compare
 from thinwire.compare.results import Results
 from thinwire.compare.terminal_table import comparison_caption, comparison_table
 from thinwire.run.tables import result_table

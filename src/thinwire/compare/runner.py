@@ -33,7 +33,9 @@ def compare(specs: list[str], options: dict[str, Any]) -> Results:
         raise UsageError("compare starts ranks on this machine; run it alone, not under torchrun, srun or mpirun")
     open_comparison(specs, options)  # report mistakes before waiting for the lock
     with stopped_by_signals(), machine_lock():
-        comparison = open_comparison(specs, options)  # again: another comparison may have taken the folder meanwhile
+        comparison = open_comparison(
+            specs, options
+        )  # again: while waiting, another comparison may have taken the folder
         run_jobs(comparison)
         results = write_results(comparison)
         print_results(results)
