@@ -89,7 +89,10 @@ class LocalParallel(Staged):
         self.copies: Copies | None = None  # of the model's last layer, for heads that read with it
 
     def step(self, batch: Batch) -> Tensor:
-        """For each micro-batch: receive z_{k−1}, compute z_k, send it on, and train with the local loss."""
+        """For each micro-batch receive z_{k−1}, compute z_k, send it on, and go back from the local loss; then update.
+
+        If gradients of later losses come back from the next block, all micro-batches wait for them in between.
+        """
         inputs, targets = to_device(batch, self.device)
         if not self.has_begun:
             self.begin(inputs)
@@ -100,7 +103,7 @@ class LocalParallel(Staged):
         self.learner.drop_gradients()
         split = self.learner.pieces
         parts = list(zip(split(inputs), split(targets), map(fingerprint, split(batch[1])), strict=True))
-        from_behind = self.window.crossing(self.k + 1)  # losses whose gradients come back from the next block
+        returning = self.window.crossing(self.k + 1)  # losses whose gradients the next block sends back
         losses, waiting = [], []
         for i, (x, y, own_fingerprint) in enumerate(parts):
             num_following = len(parts) - 1 - i + self.steps_left
@@ -109,14 +112,14 @@ class LocalParallel(Staged):
             if self.z_to_next is not None:
                 self.z_to_next.put(micro_batch.z, num_following, own_fingerprint)
             losses.append(self._local_loss(i, micro_batch, y, len(x) / len(inputs)))
-            if from_behind:
+            if returning:
                 waiting.append(micro_batch)
             else:
                 self._backward(micro_batch)
-        for j in from_behind:
+        for j in returning:
             for micro_batch in waiting:
                 micro_batch.gradients[j] = self.gradients_from_next.get()[1]
-                self._pass_on(j, micro_batch)
+                self._send_back(j, micro_batch)
         for micro_batch in waiting:
             self._backward(micro_batch)
         self.exchange.finish()
@@ -136,9 +139,9 @@ class LocalParallel(Staged):
             z_in.requires_grad_()
         return z_in
 
-    def _forward(self, micro_batch: int, z_in: Tensor) -> Tensor:
-        """z_k = f_k(z_{k−1})."""
-        with self._computing(micro_batch, 0):
+    def _forward(self, number: int, z_in: Tensor) -> Tensor:
+        """z_k = f_k(z_{k−1}), of the micro-batch with this number."""
+        with self._computing(number, 0):
             z: Tensor = self.stage.block(z_in.clone() if z_in.requires_grad else z_in)  # a block may begin in place
         return z
 
@@ -152,7 +155,7 @@ class LocalParallel(Staged):
         loss.backward()
         assert z.grad is not None
         micro_batch.gradients[self.k] = z.grad
-        self._pass_on(self.k, micro_batch)
+        self._send_back(self.k, micro_batch)
         return loss.detach()
 
     def _loss_of_head(self, z: Tensor, y: Tensor) -> Tensor:
@@ -161,8 +164,8 @@ class LocalParallel(Staged):
             return head.loss(z, y, self.recipe.loss)
         return self.recipe.loss(z if head is None else head(z), y)
 
-    def _pass_on(self, loss: int, micro_batch: MicroBatch) -> None:
-        """Send ∂L_j/∂z_{k−1} to the previous block if its window needs it, unless `_backward` will."""
+    def _send_back(self, loss: int, micro_batch: MicroBatch) -> None:
+        """Send ∂L_j/∂z_{k−1} to the previous block if L_j reaches that far, unless `_backward` will do so."""
         if loss in self.window.crossing(self.k) and loss != self.window.training_and_crossing(self.k):
             z_in, z, gradients = micro_batch
             (gradient,) = torch.autograd.grad(z, z_in, gradients[loss], retain_graph=True)
@@ -171,20 +174,20 @@ class LocalParallel(Staged):
     def _backward(self, micro_batch: MicroBatch) -> None:
         """Add Σ_j ∂L_j/∂θ_k of the losses that train this block to its gradients."""
         z_in, z, gradients = micro_batch
-        inputs = [p for p in self.stage.block.parameters() if p.requires_grad]
-        crosses_too = self.window.training_and_crossing(self.k) is not None
-        if crosses_too:
-            inputs.append(z_in)  # type: ignore[arg-type]
+        inputs: list[Tensor] = [p for p in self.stage.block.parameters() if p.requires_grad]
+        goes_on = self.window.training_and_crossing(self.k) is not None
+        if goes_on:
+            inputs.append(z_in)
         if inputs:
             z.backward(functools.reduce(torch.add, [gradients[j] for j in self.window.training(self.k)]), inputs=inputs)
-        if crosses_too:
+        if goes_on:
             assert z_in.grad is not None
             self.gradients_to_previous.put(z_in.grad)
 
     @contextmanager
-    def _computing(self, micro_batch: int, part: int) -> Iterator[None]:
+    def _computing(self, number: int, part: int) -> Iterator[None]:
         """Inside, dropout depends on the position in the run and not on the rank; autocast is on if asked for."""
-        position = self.k, self.layout.replica, self.learner.num_steps, micro_batch, part
+        position = self.k, self.layout.replica, self.learner.num_steps, number, part
         with (
             seeded(self.device, derive_seed(self.seed, *position)),
             torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.autocast),
