@@ -69,7 +69,7 @@ class IST(Strategy):
         shares: Shares = "equal",  # units per rank: equal, measured (by speed), or a list of weights, as [2, 1]
         calibration: NonNegativeInt = 8,  # batches that each rank keeps to measure BatchNorm's statistics; 0 = none
         whole_gb: PositiveFloat | None = None,  # largest model, in GB, that a rank puts together; default: what is free
-        seed: Annotated[int, Field(ge=0)] = 0,  # random seed for drawing units
+        seed: Annotated[int, Field(ge=0)] = 0,  # random seed for the assignment of units
     ) -> None:
         self.comm, self.shard = comm, Shard(comm.rank, comm.size)
         self.local_steps, self.scale, self.seed = local_steps, scale, seed
