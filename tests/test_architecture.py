@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture import FILES, LAYERS, PAGE, SOURCE, graph, imports, layer, name, own, written
+from thinwire.registry.table import TABLE
 
 NO_TORCH = ("errors", "spec", "registry", "config", "netlab", "compare", "cli", "__main__")  # so that they start fast
 NO_TORCH_MODULES = {
@@ -42,10 +43,12 @@ def test_imports_go_one_way_down(path: Path) -> None:
 
 
 def test_strategies_do_not_import_each_other() -> None:
-    common = {"base", "replicas", "learner", "groups", "phases", "staged"}
-    for path in (SOURCE / "strategies").glob("*.py"):
-        siblings = {m.split("/")[1] for m in own(path) if m.startswith("strategies/")}
-        assert siblings <= common, f"{path.name} imports {siblings - common}"
+    """A module with a registered strategy is imported by no other of the folder; the others are there to be shared."""
+    places = (place.partition(":")[0] for place in TABLE["strategies"].values())
+    registered = {module.removeprefix("thinwire.").replace(".", "/") for module in places}
+    assert registered <= {name(path) for path in FILES}
+    for path in (SOURCE / "strategies").rglob("*.py"):
+        assert not (own(path) & registered) - {name(path)}, name(path)
 
 
 def test_reducers_may_build_on_each_other_but_not_in_a_circle() -> None:

@@ -1,11 +1,11 @@
-"""Many tensors as one vector or as bytes, and back."""
+"""Many tensors as one vector or as bytes, and back; fingerprints."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from thinwire.common.tensors import flatten, from_bytes, to_bytes, unflatten
+from thinwire.common.tensors import fingerprint, flatten, from_bytes, to_bytes, unflatten
 
 SHAPES: list[tuple[int, ...]] = [(3, 2), (), (0, 4), (5,)]
 
@@ -37,3 +37,13 @@ def test_tensors_that_are_not_contiguous_are_copied() -> None:
     given = torch.arange(6).view(2, 3).t()
     assert torch.equal(from_bytes(to_bytes(given), given.dtype, given.shape), given)
     assert torch.equal(from_bytes(to_bytes(torch.arange(6)[::2]), torch.int64, (3,)), torch.tensor([0, 2, 4]))
+
+
+def test_any_tensor_has_a_fingerprint() -> None:
+    plain = torch.arange(6).view(2, 3)
+    assert fingerprint(plain.t()) == fingerprint(plain.t().contiguous()) != fingerprint(plain)
+    wave = torch.tensor([1 + 2j, 3j])
+    assert fingerprint(wave.conj()) == fingerprint(wave.conj().resolve_conj())
+    for dtype in (torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.uint8):
+        assert fingerprint(torch.ones(4).to(dtype)) != fingerprint(torch.tensor([1.0, 0, 1, 1]).to(dtype))
+    assert fingerprint(torch.tensor(3)) == fingerprint(torch.tensor(3)) != fingerprint(torch.zeros(0))

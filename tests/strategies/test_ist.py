@@ -23,7 +23,7 @@ from thinwire.comm.threads import ThreadComm
 from thinwire.common.tensors import named_tensors, num_bytes
 from thinwire.errors import PeerLost
 from thinwire.exchange.sharded import Contribution, ShardedTensors
-from thinwire.strategies.ist import _balanced
+from thinwire.strategies.ist_shares import balance
 from thinwire.surgery.axes.find import axes_of
 from thinwire.surgery.axes.residual import residual_blocks_of
 from thinwire.surgery.slices import Slices
@@ -116,16 +116,16 @@ def dealt_and_collected(comm: Comm, kind: str) -> tuple[bool, bool]:
         name: t.detach() + (i if t.is_floating_point() else 3)
         for i, (name, t) in enumerate(named_tensors(model).items())
     }
-    homes = ShardedTensors(slices, comm, torch.device("cpu"), {name: t.dtype for name, t in tensors.items()})
+    sharded = ShardedTensors(slices, comm, torch.device("cpu"), {name: t.dtype for name, t in tensors.items()})
     with torch.no_grad():
-        homes.scatter(tensors if comm.rank == 0 else {})
-        before = {name: part.clone() for name, part in homes.shards.items()}
+        sharded.scatter(tensors if comm.rank == 0 else {})
+        before = {name: part.clone() for name, part in sharded.shards.items()}
         unchanged = True
         for number in range(3):
-            hands = assign_units([axis.size for axis in slices.axes], [1.0] * comm.size, 0, number)
-            homes.collect(homes.deal(hands), hands, Contribution(1 + comm.rank, 0.0))
-            unchanged = unchanged and same(homes.shards, before)
-        return unchanged, same(dict(homes.gather()), tensors)
+            units = assign_units([axis.size for axis in slices.axes], [1.0] * comm.size, 0, number)
+            sharded.collect(sharded.deal(units), units, Contribution(1 + comm.rank, 0.0))
+            unchanged = unchanged and same(sharded.shards, before)
+        return unchanged, same(dict(sharded.gather()), tensors)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
@@ -160,9 +160,9 @@ def rounds_by_hand(
     data = [batches(num_steps, seed=rank) for rank in range(ranks)]
     losses: list[list[float]] = [[] for _ in range(ranks)]
     for number, start in enumerate(range(0, num_steps, every)):
-        hands = assign_units([13, 14], [1.0] * ranks, 0, number)
+        units = assign_units([13, 14], [1.0] * ranks, 0, number)
         last = []
-        for rank, (i, j) in enumerate(hands):
+        for rank, (i, j) in enumerate(units):
             picks = [(i, torch.arange(6)), (j, i), (torch.arange(3), j)]
             ws = [x[rows][:, columns].requires_grad_() for x, (rows, columns) in zip(w, picks, strict=True)]
             bs = [x[rows].requires_grad_() for x, (rows, _) in zip(b, picks, strict=True)]
@@ -216,11 +216,11 @@ def what_moved(comm: Comm, cut: str) -> bool:
     shape = (6,) if cut == "units" else (1, 8, 8)
     made = trainer(comm, f"ist(local_steps=2, cut={cut}, scale=train)", model)
     with torch.no_grad():
-        before = dict(made.homes.copy().gather())
+        before = dict(made.sharded.copy().gather())
     covered = {name: torch.zeros(t.shape) for name, t in before.items()}
-    for hand in made.hands:
+    for units in made.units:
         for name, count in covered.items():
-            places = made.slices.slice_index(name, hand)
+            places = made.slices.slice_index(name, units)
             if places is None:
                 continue
             if count.dim() == 0:
@@ -234,7 +234,7 @@ def what_moved(comm: Comm, cut: str) -> bool:
     for batch in batches(3, shape=shape, seed=comm.rank):
         made.step(batch)
     with torch.no_grad():
-        after = dict(made.homes.copy().gather())
+        after = dict(made.sharded.copy().gather())
     for name, count in covered.items():
         assert torch.equal(after[name][count == 0], before[name][count == 0])
         assert count.max() == 1 or not made.slices.is_divided(name)
@@ -269,25 +269,25 @@ def sent(comm: Comm, spec: str, optimizer: Any, num_rounds: int) -> tuple[list[i
     made = trainer(comm, spec, WIDE, optimizer)
     counted, expected = [], 0
     for i, batch in enumerate(batches(num_rounds * made.local_steps + 1)):
-        before, old = comm.ledger.wire_bytes, made.hands
+        before, old = comm.ledger.wire_bytes, made.units
         made.step(batch)
         if i and i % made.local_steps == 0:
             counted.append(comm.ledger.wire_bytes - before)
-            expected += formula(made.homes, old, made.hands, 1 + len(made.moments))
+            expected += formula(made.sharded, old, made.units, 1 + len(made.moments.by_kind))
         else:
             assert comm.ledger.wire_bytes == before, "nothing is sent between rounds"
     calls = sum(row["calls"] for row in comm.ledger.rows() if row["purpose"] == "train" and row["op"] == "all_to_all")
     return counted, expected, calls
 
 
-def formula(homes: ShardedTensors, old: list[list[Tensor]], new: list[list[Tensor]], kinds: int) -> int:
-    """What one rank sends in a round, element by element: its slice to other homes, and its home's part to others."""
-    rank, ranks = homes.comm.rank, homes.comm.size
+def formula(sharded: ShardedTensors, old: list[list[Tensor]], new: list[list[Tensor]], kinds: int) -> int:
+    """What one rank sends in a round, element by element: its slice to other shards, and its shard's part to others."""
+    rank, ranks = sharded.comm.rank, sharded.comm.size
     total = 0
-    for hands, away in ((old, True), (new, False)):
+    for units, away in ((old, True), (new, False)):
         for i in range(ranks):
             if i != rank:
-                pieces = homes.layout.pieces(hands[rank], i) if away else homes.layout.pieces(hands[i], rank)
+                pieces = sharded.layout.pieces(units[rank], i) if away else sharded.layout.pieces(units[i], rank)
                 total += 4 * kinds * sum(math.prod(piece.shape) for piece in pieces) + (16 * kinds if away else 0)
     return total
 
@@ -318,7 +318,7 @@ def held(comm: Comm, spec: str, optimizer: Any) -> tuple[int, int, int, int]:
     made = tw.prepare(spec, model=model, optimizer=optimizer, loss=nn.functional.cross_entropy, comm=comm)
     del model
     data = (torch.randn(2, 64), torch.randint(0, 64, (2,)))
-    subnet = 4 * max(made.slices.num_elements(hand) for hand in made.hands)
+    subnet = 4 * max(made.slices.num_elements(units) for units in made.units)
     gc.collect()
     before = in_tensors() - sum(num_bytes(t) for t in held_by(made))
     most = [0]
@@ -337,7 +337,7 @@ def held(comm: Comm, spec: str, optimizer: Any) -> tuple[int, int, int, int]:
     with mock.patch.object(comm, "all_to_all", watched):
         for _ in range(4):
             made.step(data)
-    return most[0], subnet, total, len(made.moments)
+    return most[0], subnet, total, len(made.moments.by_kind)
 
 
 def in_tensors() -> int:
@@ -350,8 +350,8 @@ def in_tensors() -> int:
 
 def held_by(made: Any) -> list[Tensor]:
     return [
-        *made.homes.shards.values(),
-        *(p for h in made.moments.values() for p in h.shards.values()),
+        *made.sharded.shards.values(),
+        *(p for h in made.moments.by_kind.values() for p in h.shards.values()),
         *made.model.parameters(),
     ]
 
@@ -438,28 +438,28 @@ def test_what_all_have_is_their_mean_by_steps() -> None:
 
 def test_shares_are_given_or_measured() -> None:
     def widths(comm: Comm, spec: str) -> list[int]:
-        return [len(units) for units in trainer(comm, spec).hands[comm.rank]]
+        return [len(units) for units in trainer(comm, spec).units[comm.rank]]
 
     assert tw.simulate(lambda comm: widths(comm, "ist(shares=[3, 1, 1])"), ranks=3) == [[8, 8], [3, 3], [2, 3]]
     shares = [1.0, 1.0]
     for _ in range(20):  # one rank is three times as slow, and time is in proportion to units
-        shares = _balanced(shares, [Contribution(4, 4 * shares[0]), Contribution(4, 12 * shares[1])])
+        shares = balance(shares, [Contribution(4, 4 * shares[0]), Contribution(4, 12 * shares[1])])
     assert shares == pytest.approx([1.43, 0.57], abs=0.01)
     for _ in range(100):  # time does not depend on units at all
-        shares = _balanced(shares, [Contribution(4, 4.0), Contribution(4, 4.2)])
+        shares = balance(shares, [Contribution(4, 4.0), Contribution(4, 4.2)])
     assert shares[0] / shares[1] < 1.3
     for _ in range(100):
-        shares = _balanced(shares, [Contribution(4, 4.0), Contribution(4, 400.0)])
+        shares = balance(shares, [Contribution(4, 4.0), Contribution(4, 400.0)])
     assert shares[1] == 0.25
-    assert _balanced([1.2, 0.8], [Contribution(0, 0.0), Contribution(4, 1.0)]) == [1.2, 0.8]
+    assert balance([1.2, 0.8], [Contribution(0, 0.0), Contribution(4, 1.0)]) == [1.2, 0.8]
 
     def measured(comm: Comm) -> list[float]:
         made = trainer(comm, "ist(local_steps=2, shares=measured)")
         for batch in batches(2):
             made.step(batch)
-        made.seconds = 1.0 + 8 * comm.rank
+        made.shares.seconds = 1.0 + 8 * comm.rank
         made.step(batch)
-        return made.shares
+        return made.shares.weights
 
     assert tw.simulate(measured, ranks=2) == [pytest.approx([1.5, 0.5])] * 2  # times 1 and 9, half of the way
 
@@ -513,7 +513,7 @@ def in_parts(comm: Comm, folder: str, kind: str, scale: str) -> tuple[dict[str, 
     for batch in batches(5, shape=shape, seed=comm.rank):
         made.step(batch)
     whole = made.consolidate().eval()
-    made.whole_gb = 1e-9
+    made.whole.max_gb = 1e-9
     try:
         made.consolidate()
     except tw.RunError as error:
@@ -617,7 +617,9 @@ def test_moments_have_the_dtype_that_the_optimizer_gives_them(dtype: torch.dtype
     def train(comm: Comm) -> tuple[float, float]:
         made = trainer(comm, "ist(local_steps=2)", copy.deepcopy(MLP).to(dtype), optimizer)
         losses = [made.step((x.to(dtype), y)).item() for x, y in batches(1) * 12]
-        largest = max(part.abs().max().item() for homes in made.moments.values() for part in homes.shards.values())
+        largest = max(
+            part.abs().max().item() for moment in made.moments.by_kind.values() for part in moment.shards.values()
+        )
         assert all(t.dtype == dtype for t in made.consolidate().parameters())
         return losses[-1] - losses[0], largest
 
@@ -633,10 +635,9 @@ def counted(comm: Comm, numbers: list[int]) -> tuple[list[float], dict[str, Tens
         made.step(batch)
     steps = [made.learner.optimizer.state[p]["step"].item() for p in made.model.parameters()]
     own = {name: made.learner.optimizer.state[p]["exp_avg"] for name, p in made.model.named_parameters()}
-    made.num_here = made.local_steps
-    made._send_home()
+    made._collect_slices()
     with torch.no_grad():
-        return steps, own, dict(made.moments["exp_avg"].gather())
+        return steps, own, dict(made.moments.by_kind["exp_avg"].gather())
 
 
 def test_adams_moments_travel_weighted_by_steps_and_its_count_goes_on() -> None:
@@ -657,7 +658,7 @@ def test_moments_begin_as_the_optimizer_has_them() -> None:
         made = trainer(comm, "ist(local_steps=1)", optimizer=adagrad)
         for batch in batches(3):
             made.step(batch) if comm.rank else made.skip_step()
-        return min(part.min().item() for part in made.moments["sum"].shards.values() if part.numel())
+        return min(part.min().item() for part in made.moments.by_kind["sum"].shards.values() if part.numel())
 
     assert min(tw.simulate(least, ranks=2)) >= 0.5
 
@@ -671,7 +672,7 @@ def frozen_norm(comm: Comm) -> tuple[Tensor, bool, float]:
     made = trainer(comm, "ist(local_steps=2)", model)
     buffer = torch.empty(8, 1, 6, 6)
     for x, y in batches(4 + 2 * comm.rank, shape=(1, 6, 6)):
-        made.step((buffer.copy_(x), y)) if made.num_here < 9 else None
+        made.step((buffer.copy_(x), y)) if made.steps_in_round < 9 else None
         if comm.rank == 0 and made.learner.num_steps == 4:
             made.skip_step(), made.skip_step()
     buffer.fill_(1e3)
@@ -690,7 +691,7 @@ def fewer_blocks_than_ranks(comm: Comm) -> bool:
     model = nn.Sequential(*list(RESNET)[:5], nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3))
     made = trainer(comm, "ist(cut=blocks, local_steps=2)", model)
     assert made.slices.axes[0].size == 2
-    assert made._factors()["3.body.4.weight"] == 0.5
+    assert made._eval_scales()["3.body.4.weight"] == 0.5
     for batch in batches(5, shape=(1, 8, 8)):
         made.step(batch)
     return all(t.isfinite().all() for t in state(made.consolidate()).values())

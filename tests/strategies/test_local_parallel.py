@@ -17,10 +17,10 @@ from torch import Tensor, nn
 import thinwire as tw
 from tests.worlds import ProcessWorlds, on_threads
 from thinwire.comm.base import Comm
+from thinwire.common.seeding import seeded
 from thinwire.data import derive_seed
 from thinwire.errors import PeerLost, RunError, UsageError
 from thinwire.strategies.local_parallel import LocalParallel
-from thinwire.strategies.staged import seeded
 from thinwire.surgery.heads.base import HeadModule
 from thinwire.surgery.heads.readout import Readout
 from thinwire.tasks.models.gpt import gpt
@@ -141,9 +141,9 @@ def pipelined_and_not(
     data = batches(kind, 7, size=13)  # which no number of pieces divides
     strategy = trainer(comm, spec, MODELS[kind, dropout])
     strategy.begin(data[0][0])
-    parts = strategy.gathered(heads=True)
+    parts = strategy.cut_model.gather(heads=True)
     blocks, heads = [], []
-    for stage, tensors in zip(strategy.stages, parts, strict=True):
+    for stage, tensors in zip(strategy.cut_model.stages, parts, strict=True):
         alone = copy.deepcopy(stage).to_empty(device="cpu")
         alone.load_state_dict(tensors)
         blocks.append(alone.block)
@@ -158,7 +158,9 @@ def pipelined_and_not(
     with seeded(torch.device("cpu"), 0):  # threads share one generator
         in_one_process(exits, strategy.seed, data[:stop], overlap, reduce, pieces)
     wanted = dict(zip(found, (t for block in blocks for t in block.state_dict().values()), strict=True))
-    wanted_heads = [weights(exit) for exit, stage in zip(exits, strategy.stages, strict=True) if stage.head is not None]
+    wanted_heads = [
+        weights(exit) for exit, stage in zip(exits, strategy.cut_model.stages, strict=True) if stage.head is not None
+    ]
     return same(found, wanted) and all(same(a, b) for a, b in zip(found_heads, wanted_heads, strict=True))
 
 
@@ -241,7 +243,7 @@ def first_gradients(comm: Comm, spec: str) -> tuple[dict[str, Tensor], list[dict
     strategy = trainer(comm, spec, MODELS["deep", 0.0], lambda p: torch.optim.SGD(p, 1.0))
     batch = batches("deep", 1)[0]
     strategy.begin(batch[0])
-    before, parts = weights(strategy.consolidate()), strategy.gathered(heads=True)
+    before, parts = weights(strategy.consolidate()), strategy.cut_model.gather(heads=True)
     strategy.step(batch)
     after = weights(strategy.consolidate())
     return {name: before[name] - after[name] for name in before}, parts, strategy.starts
@@ -292,7 +294,9 @@ def sent(comm: Comm, spec: str) -> tuple[list[tuple[str, int, int]], int]:
         strategy.step(batch)
     strategy.end_epoch()
     rows = [row for row in comm.ledger.rows() if row["purpose"] == "train"]
-    return [(row["op"], row["calls"], row["wire_bytes"]) for row in rows if row["wire_bytes"]], strategy.number
+    return [
+        (row["op"], row["calls"], row["wire_bytes"]) for row in rows if row["wire_bytes"]
+    ], strategy.layout.stage_index
 
 
 @pytest.mark.parametrize(
@@ -331,8 +335,10 @@ def slowly(comm: Comm, queue: int) -> tuple[list[float], int]:
         if comm.rank == 2:
             time.sleep(0.02)
         strategy.step(batch)
-        boxes = [box.under_way for box in (strategy.outbox,) if box] + [box.coming for box in (strategy.inbox,) if box]
-        most = max([most, *map(len, boxes)])
+        if strategy.z_to_next is not None:
+            most = max(most, len(strategy.z_to_next.under_way))
+        if strategy.z_from_previous is not None:
+            most = max(most, len(strategy.z_from_previous.coming))
     strategy.end_epoch()
     return begins, most
 
@@ -563,7 +569,7 @@ def written_by_hand(comm: Comm) -> tuple[dict[str, Tensor], str, float]:
     for batch in batches("deep", 4):
         strategy.step(batch)
     whole = strategy.consolidate()
-    return weights(whole), type(whole).__name__, strategy.flops_per_sample
+    return weights(whole), type(whole).__name__, strategy.costs.flops_per_sample
 
 
 WRITTEN = Written()
@@ -600,7 +606,7 @@ def test_operations_of_heads_are_counted(world: World) -> None:
     def run(comm: Comm, spec: str) -> tuple[float, float]:
         strategy = trainer(comm, spec, MODELS["deep", 0.0])
         strategy.begin(batches("deep", 1)[0][0])
-        return strategy.flops_per_sample, strategy.backprop_flops_per_sample
+        return strategy.costs.flops_per_sample, strategy.costs.backprop_flops_per_sample
 
     layers = [6 * 16, 16 * 16, 16 * 16, 16 * 3]
     backprop_flops = 2 * (2 * layers[0] + 3 * sum(layers[1:]))
@@ -660,8 +666,8 @@ def left_early(comm: Comm, spec: str) -> list[dict[str, Tensor]]:
             for batch in batches("deep", steps):
                 strategy.step(batch)
             strategy.end_epoch()
-        assert strategy.inbox is None or not strategy.inbox.coming
-        assert not strategy.gradients_out.under_way
+        assert strategy.z_from_previous is None or not strategy.z_from_previous.coming
+        assert not strategy.gradients_to_previous.under_way
         found.append(weights(strategy.consolidate()))
     return found
 
@@ -707,7 +713,7 @@ def test_replicas_drop_different_units() -> None:
 def statistics(comm: Comm) -> tuple[Tensor, Tensor]:
     strategy = trainer(comm, "local_parallel(blocks=2)", MODELS["deep", 0.0])
     x, y = batches("deep", 1)[0]
-    strategy.step((x[strategy.replica :: 2], y[strategy.replica :: 2]))
+    strategy.step((x[strategy.layout.replica :: 2], y[strategy.layout.replica :: 2]))
     return strategy.consolidate()[1].running_mean, strategy.stage.block[0][1].running_mean
 
 

@@ -17,7 +17,6 @@ import thinwire as tw
 from tests.strategies.test_laws import MODELS, STRATEGIES, World, batches, same, sgd, steps, trainer, weights
 from tests.worlds import ProcessWorlds, no_grace, on_threads
 from thinwire.comm.base import Comm
-from thinwire.strategies.staged import fingerprint
 
 RENEWING = ("ab", "ist")  # make a new optimizer in mid-run
 FACTORS = [1.0, 0.0, 0.25, 2.0, 0.5, 1.0]
@@ -387,16 +386,6 @@ def of_other_sizes(comm: Comm, spec: str) -> str:
 def test_stages_whose_batches_differ_in_size_are_stopped(world: World, spec: str) -> None:
     told = world(with_batches_of_other_sizes, 2, spec)[1]
     assert "stage 2 of 2 was given other targets than stage 1 in step 2" in told
-
-
-def test_any_targets_have_a_fingerprint() -> None:
-    plain = torch.arange(6).view(2, 3)
-    assert fingerprint(plain.t()) == fingerprint(plain.t().contiguous()) != fingerprint(plain)
-    wave = torch.tensor([1 + 2j, 3j])
-    assert fingerprint(wave.conj()) == fingerprint(wave.conj().resolve_conj())
-    for dtype in (torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.uint8):
-        assert fingerprint(torch.ones(4).to(dtype)) != fingerprint(torch.tensor([1.0, 0, 1, 1]).to(dtype))
-    assert fingerprint(torch.tensor(3)) == fingerprint(torch.tensor(3)) != fingerprint(torch.zeros(0))
 
 
 # ---- parameters and batches that are not what they should be

@@ -94,7 +94,9 @@ def sent(comm: Comm) -> tuple[int, int]:
     strategy = trainer(comm, "pipeline", "deep")
     for batch in batches("deep", 5, size=12):
         strategy.step(batch)
-    return strategy.number, sum(row["wire_bytes"] for row in comm.ledger.rows() if row["purpose"] == "train")
+    return strategy.layout.stage_index, sum(
+        row["wire_bytes"] for row in comm.ledger.rows() if row["purpose"] == "train"
+    )
 
 
 def test_activations_go_forward_and_their_gradients_back(process_world: ProcessWorlds) -> None:

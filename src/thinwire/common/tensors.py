@@ -1,7 +1,8 @@
-"""Tensors of a module, and many tensors as one vector or as bytes."""
+"""Tensors of a module, many tensors as one vector or as bytes, and numbers that tell tensors apart."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -62,3 +63,17 @@ def from_bytes(data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor
     """
     aligned = data if data.storage_offset() % dtype.itemsize == 0 else data.clone()
     return aligned.view(dtype).view(tuple(shape))
+
+
+def checksum(tensor: Tensor) -> int:
+    """The CRC-32 of a tensor's elements, on whatever device and in whatever order of memory they are."""
+    return zlib.crc32(to_bytes(tensor.detach().cpu().resolve_conj()).numpy().tobytes())
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """A number that tells tensors apart: their checksum, and their size.
+
+    >>> fingerprint(torch.tensor([1, 2])) == fingerprint(torch.tensor([1, 2])) != fingerprint(torch.tensor([2, 1]))
+    True
+    """
+    return (num_bytes(tensor) % 2**30 << 32) + checksum(tensor)

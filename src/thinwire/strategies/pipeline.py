@@ -11,22 +11,25 @@ from torch import Tensor, nn
 from thinwire.comm.base import Comm
 from thinwire.comm.pipelining import Kind, Pipe
 from thinwire.comm.process import ProcessComm
+from thinwire.comm.work import Work
 from thinwire.common.messages import say
+from thinwire.common.tensors import fingerprint
 from thinwire.data import Batch, to_device
 from thinwire.errors import UsageError
 from thinwire.reducers.base import Reducer
 from thinwire.reducers.mean import mean
 from thinwire.strategies.learner import Recipe
-from thinwire.strategies.staged import Cut, Staged, fingerprint
+from thinwire.strategies.stages.cutting import Cut
+from thinwire.strategies.stages.staged import Staged
 from thinwire.surgery.costs import activations
 
 
 class Pipeline(Staged):
     """Backpropagation with each block of the model on ranks of its own, by torch's GPipe or 1F1B schedule.
 
-    A batch is cut into M microbatches, which follow one another through the K blocks and back. It computes what one
-    rank would (BatchNorm sees microbatches); each rank stands still for (K−1)/(M+K−1) of every step, and longer where
-    the wire is slow. Wire bytes per step and boundary: |z| forward and |z| back. The model that you give is emptied.
+    A batch is split into M micro-batches, which go through the K blocks one after the other, and back. It computes what
+    one rank would (BatchNorm sees micro-batches). Each rank is idle for (K−1)/(M+K−1) of every step, and longer if the
+    link is slow. Wire bytes per step and boundary: |z| forward and |z| back. The model that you give is emptied.
 
     Huang et al., "GPipe", 2019. 1F1B: Narayanan et al., "PipeDream", 2019.
     """
@@ -50,52 +53,62 @@ class Pipeline(Staged):
         self.schedule, self.microbatches = schedule, microbatches
 
     def begin(self, inputs: Tensor, starts: Sequence[int] | None = None) -> None:
-        with self._half():
-            passing = activations([segment.module for segment in self.segments], inputs[:1].to(self.device))
+        with self._autocast():
+            passed = activations([segment.module for segment in self.segments], inputs[:1].to(self.device))
         super().begin(inputs, starts)
-        assert isinstance(self.column, ProcessComm)
-        edges = [passing[i] for i in (*self.starts, len(self.segments))]
-        ends = edges[self.number], edges[self.number + 1]
-        self.pipe = Pipe(self.column, self._block, ends, self._loss, self.schedule)
+        assert isinstance(self.layout.stages, ProcessComm)
+        bounds = [*self.starts, len(self.segments)]
+        start, end = bounds[self.layout.stage_index : self.layout.stage_index + 2]
+        self.pipe = Pipe(self.layout.stages, self._forward, (passed[start], passed[end]), self._loss, self.schedule)
 
-    def _block(self, x: Tensor) -> Tensor:
-        with self._half():
+    def _forward(self, x: Tensor) -> Tensor:
+        with self._autocast():
             out: Tensor = self.stage.block(x)
         return out
 
     def _loss(self, out: Tensor, targets: Tensor) -> Tensor:
-        with self._half():
+        with self._autocast():
             return self.recipe.loss(out, targets)
 
-    def _half(self) -> torch.autocast:
+    def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.autocast)
 
     def step(self, batch: Batch) -> Tensor:
         inputs, targets = to_device(batch, self.device)
-        if not self.begun:
+        if not self.has_begun:
             self.begin(inputs)
-        parts = max(self.microbatches, self.recipe.accumulate)
-        count = max(m for m in range(1, parts + 1) if len(inputs) % m == 0 and (len(inputs) >= 2 * m or m == 1))
-        whole = count == parts and (self.schedule == "gpipe" or count >= self.num_blocks)
-        if not whole and self.learner.num_steps == 0:  # an epoch's last batch may well be smaller
-            self._tell(len(inputs), count)
+        num_micro_batches = self._num_micro_batches(len(inputs))
         self.learner.drop_gradients()
-        own_print = torch.tensor([fingerprint(batch[1])])
-        going = None if self.is_last else self.column.isend(own_print, self.number + 1)
-        coming = None if self.is_first else self.column.irecv(own_print, self.number - 1)
-        if coming is not None:  # before torch's own messages: gloo ends the process for one that is too large
-            self.check_batch(int(coming.wait()), int(own_print))
-        self.learner.loss = self.pipe.step(inputs, targets, count)
-        if going is not None:
-            going.wait()
+        sending = self._exchange_fingerprints(fingerprint(batch[1]))
+        self.learner.loss = self.pipe.step(inputs, targets, num_micro_batches)
+        if sending is not None:
+            sending.wait()
         self.exchange.finish()
-        self.learner.update(over_all=self._norm_of_the_whole)
+        self.learner.update(over_all=self._norm_over_stages)
         return self.learner.loss
 
-    def _tell(self, size: int, count: int) -> None:
-        gpipe = f", fewer than {self.num_blocks} blocks, so by gpipe's schedule" if count < self.num_blocks else ""
-        say(f"pipeline: a batch of {size} goes in {count} equal microbatches{gpipe}", self.comm.rank, once=True)
+    def _num_micro_batches(self, size: int) -> int:
+        """The largest possible number: micro-batches are equal, and have two samples or more if the batch has."""
+        asked, num_blocks = max(self.microbatches, self.recipe.accumulate), self.layout.num_stages
+        number = max(m for m in range(1, asked + 1) if size % m == 0 and (size >= 2 * m or m == 1))
+        is_as_asked = number == asked and (self.schedule == "gpipe" or number >= num_blocks)
+        if not is_as_asked and self.learner.num_steps == 0:  # the last batch of an epoch may be smaller anyway
+            gpipe = f", fewer than {num_blocks} blocks, so by gpipe's schedule" if number < num_blocks else ""
+            say(f"pipeline: a batch of {size} goes in {number} equal micro-batches{gpipe}", self.comm.rank, once=True)
+        return number
 
-    def _norm_of_the_whole(self, norm: Tensor) -> Tensor:
-        """√Σ‖g_k‖² over the blocks, where the gradient is clipped by it."""
-        return norm if self.recipe.clip_norm is None else self.column.sum(norm.square()).sqrt()
+    def _exchange_fingerprints(self, own: int) -> Work | None:
+        """Check that the previous stage has the same targets; returns the message to the next stage.
+
+        This comes before torch's own messages, because gloo ends the process for a message that is too large.
+        """
+        group, index = self.layout.stages, self.layout.stage_index
+        sent = torch.tensor([own])
+        sending = None if self.layout.is_last else group.isend(sent, index + 1)
+        if not self.layout.is_first:
+            self.check_targets(int(group.recv(sent, index - 1)), own)
+        return sending
+
+    def _norm_over_stages(self, norm: Tensor) -> Tensor:
+        """√Σ‖g_k‖² over the blocks, if the gradient is clipped by it."""
+        return norm if self.recipe.clip_norm is None else self.layout.stages.sum(norm.square()).sqrt()

@@ -1,0 +1,73 @@
+"""The whole network from its shards: put together if every rank has room for it, else run layer by layer."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from thinwire.errors import RunError
+from thinwire.exchange.assembly import assemble, free_bytes
+from thinwire.exchange.calibration import calibrate_batchnorm
+from thinwire.exchange.sharded import ShardedTensors
+from thinwire.exchange.streamed import Factors, StreamedModel
+
+
+class WholeNetwork:
+    """Makes the whole network, with BatchNorm's statistics measured on the last inputs of each rank.
+
+    `model` is on the meta device. `max_gb` is the largest network that a rank puts together; without it, the network
+    must fit into the free memory of each rank. `num_inputs` is the number of last batches that are kept.
+    """
+
+    def __init__(
+        self, model: nn.Module, sharded: ShardedTensors, max_gb: float | None, num_inputs: int, autocast: bool
+    ) -> None:
+        self.model, self.sharded, self.comm = model, sharded, sharded.comm
+        self.max_gb, self.autocast = max_gb, autocast
+        self.is_calibrated = num_inputs > 0  # else BatchNorm's statistics are those of narrow networks
+        has_statistics = any(isinstance(m, _BatchNorm) and m.track_running_stats for m in model.modules())
+        self.inputs: deque[Tensor] = deque(maxlen=num_inputs if has_statistics else 0)
+
+    def keep_inputs(self, inputs: Tensor) -> None:
+        """Keep a copy of a batch of inputs, to measure BatchNorm's statistics on it."""
+        if self.inputs.maxlen:
+            self.inputs.append(inputs.detach().to(self.sharded.device, copy=True))
+
+    def load_inputs(self, saved: list[Tensor]) -> None:
+        """Keep the inputs of a saved state instead."""
+        self.inputs.clear()
+        self.inputs.extend(x.to(self.sharded.device) for x in saved)
+
+    def fits(self) -> bool:
+        """Whether every rank has room for the whole network. Collective."""
+        limit = 1e9 * self.max_gb if self.max_gb else free_bytes(self.sharded.device, self.comm)
+        with self.comm.ledger.purpose("sync", instead_of="train"):
+            return bool(self.comm.min(torch.tensor([self.sharded.num_bytes <= limit], dtype=torch.uint8)))
+
+    def check_fits(self) -> None:
+        """Raise RunError if some rank has no room for the whole network. Collective."""
+        if not self.fits():
+            raise RunError(
+                f"{self.size_message()}; trainer.eval_model() runs it layer by layer, trainer.export(folder) writes it "
+                "to files, and ist(whole_gb=…) sets the limit"
+            )
+
+    def size_message(self) -> str:
+        """How large a network is that does not fit, and the limit."""
+        limit = f"whole_gb={self.max_gb:g}" if self.max_gb else "some rank has room for"
+        return f"the whole network takes {self.sharded.num_bytes / 1e9:.3g} GB, more than {limit}"
+
+    def assemble(self, sharded: ShardedTensors, factors: Factors) -> nn.Module:
+        """The whole network of these shards on every rank. Collective."""
+        whole = assemble(self.model, sharded, factors)
+        calibrate_batchnorm(whole, self.inputs, self.comm, self.autocast)
+        return whole
+
+    def stream(self, sharded: ShardedTensors, factors: Factors) -> StreamedModel:
+        """The whole network of these shards, of which a rank holds one layer at a time. Collective."""
+        streamed = StreamedModel(self.model, sharded, factors)
+        calibrate_batchnorm(streamed, self.inputs, self.comm, self.autocast)
+        return streamed
