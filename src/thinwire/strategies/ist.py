@@ -116,7 +116,7 @@ class IST(Strategy):
             self.homes.shards[name] /= factor  # the whole network is the one that was given
         with comm.ledger.purpose("start"):
             self.model = self._narrow(self.homes.deal(self.hands))
-        self.learner = Learner(self.model, recipe, renewed_by="ist")
+        self.learner = Learner(self.model, recipe, optimizer_replaced_by="ist")
         self.exchange = NoExchange(self.model)
 
     # ---- training
@@ -158,7 +158,7 @@ class IST(Strategy):
         copy_non_persistent_buffers(self.model, self.skeleton)
         self.model = nn.Module()  # so that nothing else holds what leaves
         self.exchange = NoExchange(self.model)
-        self.learner.let_go()
+        self.learner.release_model()
         reports = self.homes.collect(tensors, self.hands, report)
         for kind, homes in self.moments.items():
             homes.collect(moments.pop(kind), self.hands, report)
@@ -172,7 +172,7 @@ class IST(Strategy):
         self.exchange = NoExchange(self.model)
         moments = {kind: homes.deal(self.hands) for kind, homes in self.moments.items()}
         other_counts = next(iter(self.counters.values()), self.counts)
-        self.learner.renew(
+        self.learner.new_optimizer(
             {
                 name: copy_state(self.counters.get(name, other_counts))
                 | {kind: moments[kind][name] for kind in moments}
@@ -309,7 +309,7 @@ class IST(Strategy):
         }
         self.model = self.learner.model = self._narrow(trained)
         self.exchange = NoExchange(self.model)
-        self.learner.renew()
+        self.learner.new_optimizer()
         self.learner.load_state_dict(state["learner"])
 
     # ---- how it begins

@@ -109,9 +109,9 @@ class LocalParallel(Staged):
         if self.copies is not None:
             self.copies.refresh(self.learner.num_steps)
         self.gradients_out.flush()
-        self.learner.drop_gradients()
-        pieces = list(zip(self.learner.pieces(inputs), self.learner.pieces(targets), strict=True))
-        prints = [fingerprint(y) for y in self.learner.pieces(batch[1])]
+        self.learner.zero_grad()
+        pieces = list(zip(self.learner.micro_batches(inputs), self.learner.micro_batches(targets), strict=True))
+        prints = [fingerprint(y) for y in self.learner.micro_batches(batch[1])]
         arriving = self._passing(self.number + 1)
         losses, waiting = [], []
         for i, (x, y) in enumerate(pieces):

@@ -79,7 +79,7 @@ class Pipeline(Staged):
         whole = count == parts and (self.schedule == "gpipe" or count >= self.num_blocks)
         if not whole and self.learner.num_steps == 0:  # an epoch's last batch may well be smaller
             self._tell(len(inputs), count)
-        self.learner.drop_gradients()
+        self.learner.zero_grad()
         own_print = torch.tensor([fingerprint(batch[1])])
         going = None if self.is_last else self.column.isend(own_print, self.number + 1)
         coming = None if self.is_first else self.column.irecv(own_print, self.number - 1)
@@ -89,7 +89,7 @@ class Pipeline(Staged):
         if going is not None:
             going.wait()
         self.exchange.finish()
-        self.learner.update(over_all=self._norm_of_the_whole)
+        self.learner.update(total_norm=self._norm_of_the_whole)
         return self.learner.loss
 
     def _tell(self, size: int, count: int) -> None:
