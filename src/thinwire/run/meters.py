@@ -58,11 +58,11 @@ class Meters:
     def gather_timeline(self) -> list[dict[str, Any]]:
         """The recorded spans of all ranks; times count from the first one's begin. Collective."""
         with self.ledger.purpose("eval"):
-            everyone = all_gather_json(self.comm, self.timeline.rows()[:MAX_SPANS], SPANS_BYTES)
-        begin = min((span["begin"] for spans in everyone for span in spans), default=0.0)
+            spans_by_rank = all_gather_json(self.comm, self.timeline.rows()[:MAX_SPANS], SPANS_BYTES)
+        begin = min((span["begin"] for spans in spans_by_rank for span in spans), default=0.0)
         return [
             {"rank": rank, **span, "begin": round(span["begin"] - begin, 6)}
-            for rank, spans in enumerate(everyone)
+            for rank, spans in enumerate(spans_by_rank)
             for span in spans
         ]
 
