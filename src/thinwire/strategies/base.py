@@ -58,7 +58,7 @@ class Strategy(ABC):
             raise TypeError(f"{cls.__name__} is a Strategy without {', '.join(missing)}; define them")
 
     def begin_epoch(self, num_steps: int | None) -> None:  # noqa: B027
-        """Called before each epoch; `num_steps` is None if nobody knows how many steps it has."""
+        """Called before each epoch; `num_steps` is its number of steps, None if that is unknown."""
 
     @abstractmethod
     def step(self, batch: Batch) -> Tensor:

@@ -125,7 +125,7 @@ class DASO(Strategy):
         return self.num_nodes > 1 and self.epoch in self.cycling_epochs
 
     def _averages_gradients(self) -> bool:
-        """Every l batches, and from the start of an exchange to its merge: both concern the node as a whole."""
+        """Every l batches, and from the start of an exchange to its merge, so that a node sends and merges as one."""
         starts = self.batch % self.cycle.global_every == 0
         return starts or self.averaging.in_flight is not None or self.batch % self.cycle.local_every == 0
 

@@ -125,7 +125,7 @@ class LocalSGD(Periodic):
         comm: Comm,
         /,
         *,
-        every: PositiveInt = 8,  # steps between averages; higher = fewer bytes, ranks drift further apart
+        every: PositiveInt = 8,  # steps between averages; higher = fewer bytes, ranks differ more
         reducer: Reducer = mean(),  # how the ranks' changes since the last average are averaged
     ) -> None:
         super().__init__(model, recipe, comm, reducer, every)
@@ -149,7 +149,7 @@ class DiLoCo(Periodic):
         comm: Comm,
         /,
         *,
-        every: PositiveInt = 16,  # steps between outer steps; higher = fewer bytes, ranks drift further apart
+        every: PositiveInt = 16,  # steps between outer steps; higher = fewer bytes, ranks differ more
         outer_lr: PositiveFloat = 0.7,  # ν: learning rate of the outer optimizer; 1 = all the way to the mean
         outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5,  # μ: outer momentum; try 0.9 for long runs
         fragments: PositiveInt = 1,  # parts of the model, exchanged in turn; more = smaller messages, more often

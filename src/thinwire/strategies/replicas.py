@@ -48,8 +48,8 @@ def average_buffers(model: nn.Module, comm: Comm) -> None:
 
 def averaged_copy(model: nn.Module, comm: Comm, differing: Sequence[str] = ()) -> nn.Module:
     """A copy of a model, equal on all ranks: buffers, and the parameters named in `differing`, are averaged."""
-    whole = copy.deepcopy(model)
+    averaged = copy.deepcopy(model)
     with comm.ledger.purpose("sync", instead_of="train"):
-        coalesced([whole.get_parameter(name) for name in differing], comm.mean)
-    average_buffers(whole, comm)
-    return whole
+        coalesced([averaged.get_parameter(name) for name in differing], comm.mean)
+    average_buffers(averaged, comm)
+    return averaged
