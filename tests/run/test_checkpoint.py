@@ -231,7 +231,7 @@ def test_a_checkpoint_in_the_place_of_another_is_refused(tmp_path: Path, source:
         shutil.copy(tmp_path / f"{source}.{kind}", tmp_path / f"step-00000020/rank-1.{kind}")
     found, warnings = load(tmp_path, 2)
     assert [step for step, _ in found] == [10, 10]
-    assert "is of another place (" in warnings[0]
+    assert "is of another step or rank (" in warnings[0]
 
 
 def test_a_checkpoint_of_an_earlier_format_is_named_and_kept(tmp_path: Path) -> None:

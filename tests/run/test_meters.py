@@ -13,7 +13,7 @@ from thinwire.comm.base import Comm
 from thinwire.comm.threads import simulate
 from thinwire.config import RunConfig
 from thinwire.run import meters
-from thinwire.run.meters import KernelCount, Meters
+from thinwire.run.meters import LinuxByteCount, Meters
 from thinwire.run.network import LinkReport
 from thinwire.run.position import Position
 from thinwire.run.summary import summarise
@@ -29,9 +29,9 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 def test_the_kernel_is_asked_by_the_first_rank_of_each_node_alone(counter: dict[str, int]) -> None:
-    asked = simulate(lambda comm: KernelCount(comm, on_hosts=True).now(), ranks=5, nodes=2)
+    asked = simulate(lambda comm: LinuxByteCount(comm, on_hosts=True).now(), ranks=5, nodes=2)
     assert [count is not None for count in asked] == [True, False, False, True, False]
-    assert simulate(lambda comm: KernelCount(comm, on_hosts=False).now(), ranks=2) == [None, None]
+    assert simulate(lambda comm: LinuxByteCount(comm, on_hosts=False).now(), ranks=2) == [None, None]
 
 
 @pytest.mark.parametrize("resumes", [False, True])
@@ -67,7 +67,7 @@ def test_kernel_counts_and_waiting_go_on_after_a_stop(counter: dict[str, int]) -
         second.load_state_dict(state)
         counter["between"] += 30
         counter["inside"] += 4
-        return second.kernel.now(), second.timeline.waiting_seconds, second.link.state
+        return second.linux_bytes.now(), second.timeline.waiting_seconds, second.link.state
 
     assert simulate(run, ranks=1) == [({"inside": 4, "between": 80}, 2.5, "shaped")]
 
@@ -77,7 +77,7 @@ def test_what_was_not_counted_makes_no_count(counter: dict[str, int]) -> None:
         state = Meters(comm, CPU, LinkReport(state="not shaped")).state_dict()
         later = Meters(comm, CPU, LinkReport(True, "shaped", 100.0, 0.0))
         later.load_state_dict(state)
-        return later.kernel.now(), later.link.state
+        return later.linux_bytes.now(), later.link.state
 
     assert simulate(run, ranks=1) == [(None, "not shaped")]
 

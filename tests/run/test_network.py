@@ -62,7 +62,7 @@ def test_without_a_lab_a_link_is_not_shaped() -> None:
     ],
 )  # fmt: skip
 def test_a_run_on_two_networks_is_as_bad_as_the_worse(now: str, before: str, mixed: str) -> None:
-    assert LinkReport(True, now).mixed_with(before).state == mixed  # type: ignore[arg-type]
+    assert LinkReport(True, now).combined_with(before).state == mixed  # type: ignore[arg-type]
 
 
 def nothing(given: Any) -> None:

@@ -32,7 +32,7 @@ def test_half_a_line_is_ignored_and_later_steps_are_forgotten(tmp_path: Path) ->
     with folder.metrics.open("a") as stream:
         stream.write('{"step": 4, "lo')
     assert [row["step"] for row in read_rows(folder.metrics)] == [1, 2, 3]
-    folder.forget_after(2)
+    folder.drop_rows_after(2)
     assert [row["step"] for row in read_rows(folder.metrics)] == [1, 2]
     assert read_rows(folder.ledger) == []
 
@@ -43,7 +43,7 @@ def test_final_lines_of_the_ledger_are_forgotten_when_a_run_goes_on(tmp_path: Pa
     folder.append_ledger({"step": 1}, [[{"wire_bytes": 6}]], final=True)
     rows = [{"step": 1, "rank": rank, "wire_bytes": sent} for rank, sent in ((0, 5), (1, 7))]
     assert read_rows(folder.ledger) == [*rows, {"step": 1, "final": True, "rank": 0, "wire_bytes": 6}]
-    folder.forget_after(1)
+    folder.drop_rows_after(1)
     assert read_rows(folder.ledger) == rows
 
 

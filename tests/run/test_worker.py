@@ -23,12 +23,12 @@ from thinwire.comm.base import Comm
 from thinwire.config import RunConfig
 from thinwire.errors import RunError, UsageError
 from thinwire.launch.settings import resolve
-from thinwire.run.checkpoint import _hash_of
+from thinwire.run.checkpoint import _hash_json
 from thinwire.run.evaluation import evaluate
 from thinwire.run.records import RunFolder, read_rows
 from thinwire.run.startup import open_folder, with_defaults
 from thinwire.run.worker import Run
-from thinwire.strategies.phases import Lengths
+from thinwire.strategies.ab_phases import PhaseLengths
 from thinwire.tasks.loading import load_task
 
 SUMMARY_KEYS = {
@@ -267,7 +267,7 @@ def test_a_run_with_factors_goes_on_exactly_from_any_phase(process_world: Proces
 def test_phases_scale_to_a_run_of_the_command(tmp_path: Path) -> None:
     alone(out=tmp_path, strategy="ab(cutoff=0.4)", epochs=4, model="mlp(width=64, depth=3)")
     rows = read_rows(tmp_path / "metrics.jsonl")
-    phases = Lengths().phases(epochs=4, epoch_steps=rows[0]["step"])
+    phases = PhaseLengths().phases(epochs=4, epoch_steps=rows[0]["step"])
     assert [row["phase"] for row in rows] == [phases.at(row["step"] - 1) for row in rows]
     assert "ab" in {row["phase"] for row in rows}
     manifest = next((tmp_path / "checkpoints").glob(f"step-*{rows[-1]['step']}/rank-0.json"))
@@ -379,7 +379,7 @@ def test_narrow_networks_go_on_exactly_and_are_tested_and_written_in_parts(
 def rewrite(manifest: Path, text: dict[str, Any]) -> None:
     """A manifest that says something else, whole again."""
     told = {key: text[key] for key in text if key not in ("format", "manifest_sha256")}
-    manifest.write_text(json.dumps({**text, "manifest_sha256": _hash_of(told)}))
+    manifest.write_text(json.dumps({**text, "manifest_sha256": _hash_json(told)}))
 
 
 def without_residual(comm: Comm, folder: str) -> str:

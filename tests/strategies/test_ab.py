@@ -1,4 +1,4 @@
-"""AB-training: phases, the three ways to meet, ranks, traffic and laws of the paper, on threads and on processes."""
+"""AB-training: phases, the three ways to sync, ranks, traffic and laws of the paper, on threads and on processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from thinwire.comm.wire_bytes import all_reduce_bytes
 from thinwire.errors import RunError, UsageError
 from thinwire.exchange.overlapped import Overlapped
 from thinwire.strategies.ab import AB
-from thinwire.strategies.phases import Lengths, Phases
+from thinwire.strategies.ab_phases import PhaseLengths, Phases
 from thinwire.surgery.lowrank import Factored, decompose, factor, set_factors
 from thinwire.surgery.moments import resize_state, rotate_state
 
@@ -52,18 +52,20 @@ def test_the_published_phase_boundaries() -> None:
 
 
 def test_phases_follow_from_the_length_of_the_run() -> None:
-    assert Lengths().phases(150, 48) == Phases(warmup=1518, every=759, rebound=60, climb=267), "the authors' S, D and R"
-    assert Lengths(warmup=4330).phases(150, 48) == PAPER
+    assert PhaseLengths().phases(150, 48) == Phases(warmup=1518, every=759, rebound=60, climb=267), (
+        "the authors' S, D and R"
+    )
+    assert PhaseLengths(warmup=4330).phases(150, 48) == PAPER
     for epochs, epoch_steps in ((10, 22), (1, 40), (3, 5), (1, 3), (500, 1000)):
-        phases = Lengths().phases(epochs, epoch_steps)
+        phases = PhaseLengths().phases(epochs, epoch_steps)
         kinds = {phase for _, phase in phases.starts(epochs * epoch_steps)}
         assert {"warmup", "ab"} <= kinds if epochs * epoch_steps < 10 else kinds == {"warmup", "ab", "rebound"}
         assert 1 <= phases.rebound < phases.every
-    in_epochs = Lengths(every=2, warmup=1.5, rebound=0.5, climb=0.1, unit="epochs").phases(9, 20)
+    in_epochs = PhaseLengths(every=2, warmup=1.5, rebound=0.5, climb=0.1, unit="epochs").phases(9, 20)
     assert in_epochs == Phases(warmup=30, every=40, rebound=10, climb=2)
 
 
-def test_a_warmup_that_ends_at_a_meeting_is_followed_by_a_whole_period() -> None:
+def test_a_warmup_that_ends_at_a_sync_is_followed_by_a_whole_period() -> None:
     assert Phases(10, 5, 2, 0).starts(23) == [
         (0, "warmup"),
         (10, "ab"),
@@ -149,11 +151,11 @@ def test_phases_stay_as_they_were_planned() -> None:
     assert others == [first, first]
 
 
-# ---- the three ways to meet
+# ---- the three ways to sync
 
 
-def meet(comm: Comm, sync: str, group: int) -> dict[str, Any]:
-    """Two steps of warm-up, four apart, and what the meeting makes of them."""
+def sync_once(comm: Comm, sync: str, group: int) -> dict[str, Any]:
+    """Two steps of warm-up, four in which groups train separately, and what the sync makes of them."""
     strategy = ab(comm, made(sync=sync, group=group))
     data = batches(7, 24)
     steps(strategy, data[:3])
@@ -168,9 +170,9 @@ def meet(comm: Comm, sync: str, group: int) -> dict[str, Any]:
     }
     consolidated = strategy.consolidate()
     factored = strategy.consolidate(factored=True)
-    strategy._enter("rebound")
+    strategy._enter_phase("rebound")
     one |= {"W": strategy.model[3].weight.detach().clone(), "mean bias": strategy.model[3].bias.detach().clone()}
-    assert torch.equal(consolidated[3].weight, one["W"]), "what a meeting now would give"
+    assert torch.equal(consolidated[3].weight, one["W"]), "what a sync now would give"
     assert same(weights(consolidated), weights(strategy.consolidate()))
     thin = factored[3]
     assert type(thin) is nn.Sequential
@@ -180,8 +182,8 @@ def meet(comm: Comm, sync: str, group: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("ranks", "group"), [(2, 1), (4, 2), (4, 1), (3, 1), (6, 2)])
 @pytest.mark.parametrize("sync", ["learned", "stale", "full"])
-def test_a_meeting_follows_its_formula(world: World, sync: str, ranks: int, group: int) -> None:
-    found = world(meet, ranks, sync, group)
+def test_a_sync_follows_its_formula(world: World, sync: str, ranks: int, group: int) -> None:
+    found = world(sync_once, ranks, sync, group)
     product = {
         "learned": lambda: (
             mean(r["A"] for r in found if "A" in r["role"]) @ mean(r["B"] for r in found if "B" in r["role"])
@@ -195,7 +197,7 @@ def test_a_meeting_follows_its_formula(world: World, sync: str, ranks: int, grou
         torch.testing.assert_close(one["W"], product, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(one["thin"], product, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(one["mean bias"], mean(r["bias"] for r in found), rtol=1e-5, atol=1e-6)
-        assert torch.equal(one["W"], found[0]["W"]), "all ranks are equal after a meeting"
+        assert torch.equal(one["W"], found[0]["W"]), "all ranks are equal after a sync"
 
 
 def mean(tensors: Any) -> Tensor:
@@ -203,16 +205,16 @@ def mean(tensors: Any) -> Tensor:
 
 
 def moved(comm: Comm, sync: str) -> dict[str, Tensor]:
-    """What each factor was before and after the groups trained apart, and the meeting's weight."""
+    """What each factor was before and after the groups trained separately, and the weight after the sync."""
     strategy = ab(comm, made(sync=sync))
     steps(strategy, batches(2, 24))
-    strategy._enter("ab")
+    strategy._enter_phase("ab")
     layer = strategy.model[3]
     before = layer.A.detach().clone(), layer.B.detach().clone()
     strategy.phases = Phases(0, 100, 1, 0)
     steps(strategy, batches(4, 24))
     after = layer.A.detach().clone(), layer.B.detach().clone()
-    strategy._enter("rebound")
+    strategy._enter_phase("rebound")
     return {"A0": before[0], "B0": before[1], "A": after[0], "B": after[1], "W": strategy.model[3].weight.detach()}
 
 
@@ -241,11 +243,11 @@ def factors(comm: Comm) -> dict[str, Any]:
     strategy = ab(comm, made(cutoff=0.6))
     steps(strategy, batches(2, 24))
     weight = strategy.model[3].weight.detach().clone()
-    strategy._enter("ab")
+    strategy._enter_phase("ab")
     layer = strategy.model[3]
     sigma = torch.linalg.svdvals(weight)
     return {
-        "factors": (layer.A.detach().clone(), layer.B.detach().clone()), "rank": strategy.ranks["3"],
+        "factors": (layer.A.detach().clone(), layer.B.detach().clone()), "rank": strategy.layer_ranks["3"],
         "expected": int((sigma > 0.6 * sigma[0]).sum()), "error": (layer.product() - weight).norm().item() ** 2,
         "dropped": sigma[layer.layer_rank :].square().sum().item(), "status": strategy.status(),
     }  # fmt: skip
@@ -303,7 +305,7 @@ def with_a_bad_weight(comm: Comm, value: float) -> str:
     with torch.no_grad():
         strategy.model[3].weight[0, 0] = value
     with pytest.raises(RunError) as error:
-        strategy._enter("ab")
+        strategy._enter_phase("ab")
     return str(error.value)
 
 
@@ -319,7 +321,7 @@ def with_a_singular_weight(comm: Comm, rank: int) -> tuple[int, bool]:
     with torch.no_grad():
         weight = strategy.model[3].weight
         weight.copy_(weight[:, :rank] @ weight[:rank])
-    strategy._enter("ab")
+    strategy._enter_phase("ab")
     steps(strategy, batches(3, 24))
     return strategy.model[3].layer_rank, all(p.isfinite().all() for p in strategy.consolidate().parameters())
 
@@ -339,7 +341,7 @@ def traffic(comm: Comm, group: int) -> dict[str, Any]:
     sent, ranks = [], []
     for batch in batches(9, 24):
         steps(strategy, [batch])
-        ranks.append(strategy.ranks.get("3", 16))
+        ranks.append(strategy.layer_ranks.get("3", 16))
         now = {(row["purpose"], row["link"], row["op"]): row["wire_bytes"] for row in comm.ledger.rows()}
         sent.append({key: n - before.get(key, 0) for key, n in now.items() if n != before.get(key, 0)})
         before = now
@@ -353,13 +355,13 @@ def test_traffic_follows_its_formulas(world: World, ranks: int, group: int) -> N
         others = full - 4 * 16 * 16
         for step in (0, 1, 6, 7):  # warm-up and rebound
             assert sent[step]["train", "world", "all_reduce"] == pytest.approx(all_reduce_bytes(full, ranks), abs=8)
-        for step in (3, 4, 5):  # apart: one factor and the others, inside the group, and nothing else
+        for step in (3, 4, 5):  # separately: one factor and the others, inside the group, and nothing else
             factor = 4 * 16 * one["ranks"][step]
             expected = {("train", "group", "all_reduce"): all_reduce_bytes(others + factor, group)} if group > 1 else {}
             assert sent[step].keys() == expected.keys()
             assert list(sent[step].values()) == pytest.approx(list(expected.values()), abs=8)
-        meeting = all_reduce_bytes(others + 2 * 4 * 16 * one["ranks"][5], ranks)  # A, B and all others, once
-        assert sent[6]["sync", "world", "all_reduce"] == pytest.approx(meeting, abs=8)
+        sync = all_reduce_bytes(others + 2 * 4 * 16 * one["ranks"][5], ranks)  # A, B and all others, once
+        assert sent[6]["sync", "world", "all_reduce"] == pytest.approx(sync, abs=8)
         assert one["ranks"][2] < 8
 
 
@@ -378,7 +380,7 @@ def of_purpose(comm: Comm) -> list[str]:
     return found
 
 
-def test_a_model_that_is_tested_is_no_meeting() -> None:
+def test_a_model_that_is_tested_is_no_sync() -> None:
     assert tw.simulate(of_purpose, ranks=2) == [["eval", "sync"]] * 2
 
 
@@ -388,7 +390,7 @@ def with_a_frozen_layer(comm: Comm) -> bool:
     strategy = tw.prepare(made(), model=model, optimizer=sgd, loss=nn.functional.cross_entropy, comm=comm)
     steps(strategy, batches(4, 24))
     before = sum(row["payload_bytes"] for row in comm.ledger.rows() if row["purpose"] == "sync")
-    strategy._average(strategy.model)
+    strategy._sync_groups(strategy.model)
     sent = sum(row["payload_bytes"] for row in comm.ledger.rows() if row["purpose"] == "sync") - before
     return sent == 4 * (
         sum(p.numel() for p in strategy.model.parameters()) - sum(p.numel() for p in model[0].parameters())
@@ -413,14 +415,14 @@ def statistics(comm: Comm) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def test_groups_are_equal_inside_and_apart_from_others_until_they_meet(world: World) -> None:
+def test_groups_are_equal_inside_and_differ_from_others_until_they_sync(world: World) -> None:
     found = world(statistics, 4)
     for step, ranks in enumerate(zip(*found, strict=True)):
         means, firsts = zip(*ranks, strict=True)
-        apart = step in (2, 3, 4, 5, 8, 9)
+        separate = step in (2, 3, 4, 5, 8, 9)
         assert torch.equal(firsts[0], firsts[1])
         assert torch.equal(firsts[2], firsts[3])
-        assert torch.equal(firsts[0], firsts[2]) == (not apart), f"after step {step}"
+        assert torch.equal(firsts[0], firsts[2]) == (not separate), f"after step {step}"
         assert len({tuple(m.tolist()) for m in means}) == 4, "BatchNorm's statistics are each rank's own"
 
 
@@ -441,7 +443,7 @@ def alone(comm: Comm) -> list[Tensor]:
     return [own.running_mean - mine.running_mean, own.running_var - mine.running_var]
 
 
-def test_batchnorm_statistics_never_cross_groups_while_they_train_apart(world: World) -> None:
+def test_batchnorm_statistics_never_cross_groups_while_they_train_separately(world: World) -> None:
     for differences in world(alone, 2):
         assert all(not d.any() for d in differences)
 
@@ -494,7 +496,7 @@ def remembered(comm: Comm, moments: str) -> dict[str, Any]:
     data = batches(8, 24)
     steps(strategy, data[:2])
     found = {"W": state("3.weight"), "bias": state("3.bias"), "other": state("0.weight")}
-    strategy._enter("ab")
+    strategy._enter_phase("ab")
     layer = strategy.model[3]
     found |= {
         "up": state("3.up.weight"),
@@ -504,10 +506,10 @@ def remembered(comm: Comm, moments: str) -> dict[str, Any]:
     found |= {"bias then": state("3.up.bias"), "other then": state("0.weight"), "role": strategy.role}
     steps(strategy, data[2:6])
     found["trained"] = state("3.up.weight" if strategy.role == "A" else "3.down.weight")
-    strategy._enter("rebound")
+    strategy._enter_phase("rebound")
     found |= {"W again": state("3.weight"), "bias again": state("3.bias"), "other again": state("0.weight")}
     steps(strategy, data[6:8])
-    strategy._enter("ab")
+    strategy._enter_phase("ab")
     found["again"] = state("3.up.weight" if strategy.role == "A" else "3.down.weight")
     return found
 
@@ -568,7 +570,7 @@ def drawn(comm: Comm) -> tuple[int, float, float]:
         return float(sum(v.abs().sum() for s in states for k, v in s.items() if "residual/0.weight" in k))
 
     before_change = residual()
-    compressed._enter("ab")
+    compressed._enter_phase("ab")
     return sum(int(t.sum()) for t in touched.values()), before_change, residual()
 
 
@@ -726,8 +728,8 @@ def test_what_will_not_happen_is_told(capsys: pytest.CaptureFixture[str]) -> Non
     messages._said.clear()
     tw.simulate(without_epochs, ranks=2)
     err = capsys.readouterr().err
-    assert "ab trains at full rank until it knows how long an epoch is, and after 5 steps does not; write" in err
-    assert "ab: groups meet every 30 steps, so only at the end of the run of 80" in err
+    assert "ab does not know how long an epoch is after 5 steps, so it trains at full rank; write" in err
+    assert "ab: groups sync every 30 steps, but the run has 80 steps, so they sync only at its end" in err
 
 
 def small_and_whole(comm: Comm, at_step: int) -> dict[str, Any]:
@@ -752,7 +754,7 @@ def test_consolidate_gives_the_ordinary_model_or_the_small_one(world: World, at_
         assert one["sizes"][1] < one["sizes"][0]
         assert one["trainable"]
         assert same(one["state"], found[0]["state"])
-        if at_step == 4:  # while groups train apart, the two are the same function
+        if at_step == 4:  # while groups train separately, the two are the same function
             torch.testing.assert_close(*one["out"], rtol=1e-4, atol=1e-5)
 
 
@@ -851,7 +853,7 @@ def test_one_group_trains_both_factors(ranks: int, group: int, capsys: pytest.Ca
 
     for found in tw.simulate(train, ranks=ranks):
         assert found == ("AB", [True, True], True)
-    assert "ab: one group alone trains both factors" in capsys.readouterr().err
+    assert "ab: there is only one group, so it trains both factors" in capsys.readouterr().err
 
 
 def roles(comm: Comm, spec: str) -> tuple[str, int]:
@@ -886,7 +888,7 @@ def test_groups_are_nodes_halves_or_of_a_given_size(ranks: int, nodes: int, spec
         (
             "ab(sync_every=5, rebound=5)",
             {},
-            "ab: a rebound of 5 steps leaves nothing of the 5 between two meetings; try a shorter rebound",
+            "ab: a rebound of 5 steps leaves none of the 5 steps between two syncs; try a shorter rebound",
         ),
         (
             "ab(sync_every=8, warmup=0.6)",
@@ -894,7 +896,7 @@ def test_groups_are_nodes_halves_or_of_a_given_size(ranks: int, nodes: int, spec
             "ab: warmup=0.6 steps; give a whole number, or ab(warmup=0.6, unit=epochs)",
         ),
         ("ab(rebound=0)", {}, "rebound=0 is not possible: should be greater than 0"),
-        ("ab(sync_every=1)", {}, "ab: sync_every=1 leaves no step for groups to train apart; try 20 or more"),
+        ("ab(sync_every=1)", {}, "ab: sync_every=1 leaves no step in which groups train separately; try 20 or more"),
         ("ab(sync_every=1e999)", {}, "sync_every=inf is not possible: should be a finite number"),
         ("ab(sync_every=0)", {}, "sync_every=0 is not possible"),
         ("ab(moments=keep)", {}, "moments='keep' is not possible: should be 'rotate', 'slice' or 'reset'"),
@@ -917,7 +919,7 @@ def test_wrong_settings_are_refused_in_words(spec: str, options: dict[str, Any],
             "ab(unit=epochs, warmup=9)",
             "the warm-up of 45 steps is not shorter than the run of 40 (8 epochs of 5); try warmup=1.6 (epochs)",
         ),
-        ("ab(unit=epochs, sync_every=0.5, rebound=0.5)", "leaves nothing"),
+        ("ab(unit=epochs, sync_every=0.5, rebound=0.5)", "leaves none of the"),
         ("ab(sync_every=5, warmup=50)", "the warm-up of 50 steps is not shorter than the run of 40"),
     ],
 )

@@ -16,7 +16,8 @@ from tests.strategies.test_laws import batches, epochs, same, sgd, steps, traine
 from thinwire.comm.base import Comm
 from thinwire.comm.wire_bytes import all_reduce_bytes
 from thinwire.errors import UsageError
-from thinwire.strategies.daso import DASO, Cycle, Plateau
+from thinwire.strategies.daso import DASO
+from thinwire.strategies.daso_schedule import Cycle, Plateau
 
 World = Callable[..., list[Any]]
 CYCLING = "daso(ranks_per_node={}, warmup_epochs=0, cooldown_epochs=0)"
@@ -34,7 +35,7 @@ def daso(comm: Comm, spec: str, num_epochs: int = 1) -> DASO:
 def trace(comm: Comm, cycle: Cycle, num_batches: int) -> list[str]:
     """What one rank sees of an epoch, batch by batch."""
     strategy = daso(comm, CYCLING.format(4))
-    strategy.cycle, strategy.apart = cycle, cycle.inside > 1
+    strategy.cycle, strategy.node_ranks_differ = cycle, cycle.local_every > 1
     events: list[str] = []
     leaders: list[int] = []
     start, merge, backward = strategy.averaging.start, strategy.averaging.merge, strategy.learner.backward
@@ -51,7 +52,7 @@ def trace(comm: Comm, cycle: Cycle, num_batches: int) -> list[str]:
 
     def merged(rule: Any = None) -> None:
         if rule is not None:
-            events.append(f"{b()} merge r{leaders[-1]} (S={strategy.in_flight})")
+            events.append(f"{b()} merge r{leaders[-1]} (S={strategy.batches_in_flight})")
         merge(rule)
 
     def computed(batch: Any, exchange: Any, exchanging: bool = True) -> Tensor:
@@ -110,7 +111,7 @@ def test_the_cycle_after_a_plateau() -> None:
     cycle, found = Cycle(), []
     for _ in range(6):
         cycle = cycle.after_plateau(longest=8)
-        found.append((cycle.between, cycle.wait, cycle.inside))
+        found.append((cycle.global_every, cycle.delay, cycle.local_every))
     assert found == [(2, 1, 1), (1, 1, 1), (8, 2, 2), (4, 1, 1), (2, 1, 1), (1, 1, 1)]
     assert Cycle(1).after_plateau(longest=16) == Cycle(16, 4, 4)
     assert Cycle(16, 4, 4).after_plateau(longest=16) == Cycle(8, 3, 2)
@@ -118,8 +119,8 @@ def test_the_cycle_after_a_plateau() -> None:
         cycle = Cycle(min(4, longest))
         for _ in range(12):
             cycle = cycle.after_plateau(longest)
-            assert 1 <= cycle.wait <= cycle.between <= longest
-            assert 1 <= cycle.inside <= cycle.between
+            assert 1 <= cycle.delay <= cycle.global_every <= longest
+            assert 1 <= cycle.local_every <= cycle.global_every
     assert Cycle(1).after_plateau(longest=2) == Cycle(2, 1, 1)
 
 
@@ -128,7 +129,7 @@ def test_a_loss_is_stable_after_three_failures_in_a_row() -> None:
     #                1.0: first  0.96, 0.951: not below 0.95  0.94: better  0.9, 0.9, 0.9: stable  then anew
     for loss in (1.0, 0.96, 0.951, 0.94, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.8, 0.9):
         plateau = plateau.after(loss, stability=0.05)
-        stable.append(plateau.stable)
+        stable.append(plateau.is_stable)
     assert stable == [False] * 6 + [True] + [False] * 2 + [True] + [False] * 2
     below_zero = Plateau().after(-1.0, 0.05).after(-1.04, 0.05)
     assert below_zero.failures == 1, "5 per cent of the amount, whatever its sign"
@@ -144,7 +145,7 @@ def adapts(comm: Comm) -> list[tuple[float, int]]:
         strategy.loss_sum = torch.tensor(4 * (mean_loss + (0.1 * epoch if comm.rank == 0 else -0.1 * epoch))).double()
         strategy.end_epoch()
         assert not strategy.loss_sum
-        found.append((round(strategy.plateau.best, 6), strategy.cycle.between))
+        found.append((round(strategy.plateau.best, 6), strategy.cycle.global_every))
     return found
 
 
@@ -160,7 +161,9 @@ def cycles(comm: Comm) -> list[tuple[int, int, int]]:
     for _ in range(13):
         steps(strategy, batches(3, 16))
         found.append(
-            (strategy.cycle.between, strategy.cycle.wait, strategy.cycle.inside) if strategy.cycling else (0, 0, 0)
+            (strategy.cycle.global_every, strategy.cycle.delay, strategy.cycle.local_every)
+            if strategy.is_cycling
+            else (0, 0, 0)
         )
         strategy.end_epoch()
     return found
@@ -202,10 +205,10 @@ def merged(comm: Comm, merge: str, waited: int) -> float:
     strategy = daso_of_a_number(comm, spec)
     x = strategy.model.get_parameter("x").data
     x.fill_(8.0 * comm.rank)
-    strategy._start()
+    strategy._start_exchange()
     x.fill_([4.0, 1.0][comm.rank])
-    strategy.in_flight = waited
-    strategy._merge()
+    strategy.batches_in_flight = waited
+    strategy._wait_and_merge()
     return x.item()
 
 
@@ -222,12 +225,12 @@ def merged_apart(comm: Comm) -> float:
     spec = "daso(ranks_per_node=2, warmup_epochs=0, cooldown_epochs=0, reducer=mean)"
     strategy = daso_of_a_number(comm, spec)
     x = strategy.model.get_parameter("x").data
-    strategy.apart = True
+    strategy.node_ranks_differ = True
     x.fill_(4.0 * comm.rank)
-    strategy._start()
+    strategy._start_exchange()
     x.fill_(1.0 + 2 * comm.rank)
-    strategy.in_flight = 1
-    strategy._merge()
+    strategy.batches_in_flight = 1
+    strategy._wait_and_merge()
     return x.item()
 
 
@@ -285,12 +288,10 @@ def test_alone_any_number_of_ranks_per_node_will_do() -> None:
 
 def test_a_run_without_cycling_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     tw.simulate(lambda comm: daso(comm, "daso(ranks_per_node=1)", num_epochs=8), ranks=2)
-    assert "with 8 epochs all of them are first or last ones, and nodes always wait" in capsys.readouterr().err
+    assert "8 of 8 epochs are warm-up or cool-down, in which nodes wait for each other" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "told"), [("", "with 9 epochs 8 of them are"), (", warmup_epochs=1, cooldown_epochs=1", "")]
-)
+@pytest.mark.parametrize(("options", "told"), [("", "8 of 9 epochs are"), (", warmup_epochs=1, cooldown_epochs=1", "")])
 def test_a_run_with_little_cycling_is_told_what_saves(
     options: str, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -360,7 +361,9 @@ def inside_nodes(comm: Comm, merge: str) -> list[tuple[bool, bool, bool]]:
         flat = torch.cat([p.detach().flatten() for p in strategy.model.parameters()])
         everyone = comm.all_gather(flat)
         mate = everyone[comm.rank ^ 1]
-        found.append((strategy.apart, torch.equal(flat, mate), all(torch.equal(flat, other) for other in everyone)))
+        found.append(
+            (strategy.node_ranks_differ, torch.equal(flat, mate), all(torch.equal(flat, other) for other in everyone))
+        )
     return found
 
 

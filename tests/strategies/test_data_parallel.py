@@ -313,8 +313,8 @@ def test_parameters_without_gradient_are_explained_otherwise(world: World) -> No
         ({"model": nn.Linear}, "model=<class .*give a module"),
         ({"clip_norm": -1.0}, "clip_norm=-1.0; possible: more than 0"),
         ({"clip_norm": float("nan")}, "clip_norm=nan; possible"),
-        ({"epochs": 0}, "epochs=0; give how many"),
-        ({"epochs": 2.5}, "epochs=2.5; give how many"),
+        ({"epochs": 0}, "epochs=0; give the number of epochs"),
+        ({"epochs": 2.5}, "epochs=2.5; give the number of epochs"),
     ],
 )
 def test_what_cannot_be_trained_with_is_refused_at_once(changes: dict[str, Any], message: str) -> None:
@@ -332,7 +332,7 @@ def test_a_ddp_is_not_averaged_a_second_time() -> None:
         ddp = nn.parallel.DistributedDataParallel(copy.deepcopy(PLAIN))
         for model in (ddp, torch.compile(ddp)):
             with pytest.raises(
-                tw.UsageError, match=r"wrapped in Distributed.*give the model in it, model.module, or .*att"
+                tw.UsageError, match=r"wrapped in Distributed.*give the wrapped model, model.module, or .*att"
             ):
                 tw.prepare("local_sgd", model=model, optimizer=sgd, loss=nn.functional.cross_entropy, comm=comm)
 

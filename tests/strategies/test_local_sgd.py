@@ -235,7 +235,7 @@ def test_what_is_not_possible_is_refused(spec: str, message: str) -> None:
 def test_momenta_that_push_twice_are_told(outer: float, told: bool, capsys: pytest.CaptureFixture[str]) -> None:
     tw.simulate(lambda comm: trainer(comm, f"diloco(outer_momentum={outer})"), ranks=2)
     said = capsys.readouterr().err
-    assert said.count("push the same way twice; the run may diverge: try outer_momentum=0.5") == told
+    assert said.count("add up, and the run may diverge; try outer_momentum=0.5") == told
 
 
 # ---- unequal numbers of batches
@@ -309,7 +309,7 @@ def test_periods_longer_than_an_epoch_are_told(
     tw.simulate(lambda comm: train(comm, 5), ranks=2)
     assert capsys.readouterr().err == ""
     tw.simulate(lambda comm: train(comm, 3), ranks=2)
-    said = "thinwire: every=5, but an epoch has 3 steps and ranks meet at its end: more than 3 saves nothing."
+    said = "thinwire: every=5, but an epoch has 3 steps and ranks are averaged at its end: more than 3 saves nothing."
     assert capsys.readouterr().err.count(said) == 1
 
 

@@ -1,4 +1,4 @@
-"""The consolidated model on the whole test set."""
+"""Evaluation of the consolidated model on the whole test set."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from thinwire.tasks.base import Task
 def evaluate(
     model: nn.Module, task: Task, comm: Comm, device: torch.device, *, batch_size: int, autocast: bool = False
 ) -> dict[str, float]:
-    """Loss, and accuracy where that is the metric, over every test sample once, each rank taking a part of them."""
+    """The mean loss, and the accuracy if that is the metric, over the test set. Each rank computes a part of it."""
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64)  # loss, correct answers, samples
-    numbers = torch.arange(len(task.test))  # type: ignore[arg-type]
-    parts = [numbers[rank :: comm.size].split(batch_size) for rank in range(comm.size)]
+    indices = torch.arange(len(task.test))  # type: ignore[arg-type]
+    parts = [indices[rank :: comm.size].split(batch_size) for rank in range(comm.size)]
     mine = [part for part in parts[comm.rank] if len(part)]
     for inputs, targets in fetch(task.test, mine):
         inputs, targets = inputs.to(device), targets.to(device)
@@ -27,8 +27,10 @@ def evaluate(
             loss = task.loss(outputs, targets)
         correct = (outputs.argmax(-1) == targets).double().mean() if task.metric == "accuracy" else torch.zeros(())
         totals += torch.stack([loss.double().cpu(), correct.double().cpu(), torch.ones(())]) * len(targets)
-    for inputs, _ in fetch(task.test, [numbers[:1]] * (len(parts[0]) - len(mine))):
-        model(task.transform(inputs.to(device), None))  # all ranks run it equally often: its layers may be fetched
+    for inputs, _ in fetch(task.test, [indices[:1]] * (len(parts[0]) - len(mine))):
+        model(
+            task.transform(inputs.to(device), None)
+        )  # ranks must run it equally often: its layers may be fetched from other ranks
     loss_sum, num_correct, num_samples = comm.sum(totals).tolist()
     result = {"loss": loss_sum / num_samples}
     return result | ({"accuracy": 100 * num_correct / num_samples} if task.metric == "accuracy" else {})

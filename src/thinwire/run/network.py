@@ -1,4 +1,4 @@
-"""The network of a run: hosts and link as asked for, or an honest word that there are none."""
+"""The network of a run: the hosts and the link that the config asks for, or a warning that there are none."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from thinwire.common.messages import print_line
 from thinwire.config import RunConfig
 from thinwire.errors import RunError, UsageError
 
-State = Literal["shaped", "off", "not shaped"]
-MOST_PASSED_FILES = 253  # that Linux passes from process to process in one message (SCM_MAX_FD)
-FILES, FILES_PER_RANK = 40, 7  # open in the launcher, or in a rank, at most: measured, and some room
+LinkState = Literal["shaped", "off", "not shaped"]  # as asked for; measured otherwise; no link was made
+MOST_PASSED_FILES = 253  # the most that one process can pass to another in a message (SCM_MAX_FD)
+FILES, FILES_PER_RANK = 40, 7  # the most open files in the launcher, and for each rank: measured, with a margin
 
 
 class LinkReport(NamedTuple):
     """What the launcher knows of the network that a run is on."""
 
     on_hosts: bool = False  # ranks are on netlab's hosts, whose counters count nothing else
-    state: State | None = None
+    state: LinkState | None = None
     rate_mbit: float | None = None  # measured
     latency_ms: float | None = None
 
-    def mixed_with(self, before: State | None) -> LinkReport:
-        """The report of a run part of which was on another network: as bad as the worse of them."""
-        order: list[State | None] = [None, "shaped", "off", "not shaped"]
+    def combined_with(self, before: LinkState | None) -> LinkReport:
+        """The report of a run that was resumed: the worse of both states."""
+        order: list[LinkState | None] = [None, "shaped", "off", "not shaped"]
         return self._replace(state=max(self.state, before, key=order.index))
 
 
@@ -49,7 +49,7 @@ def check_ranks(ranks: int) -> None:
 
 
 def check_network(config: RunConfig) -> None:
-    """Raise UsageError for ranks, hosts or a link that cannot be."""
+    """Raise UsageError for numbers of ranks or hosts, or a link, that are not possible."""
     check_ranks(config.ranks or 1)
     if config.link is not None:
         netlab.parse_link(config.link)
@@ -66,7 +66,7 @@ def check_network(config: RunConfig) -> None:
 
 @contextmanager
 def network(config: RunConfig) -> Iterator[netlab.Lab | None]:
-    """The hosts that a config asks for; none if it asks for none, or, unless it is strict, if none can be had."""
+    """The hosts that a config asks for; None if it asks for none or, unless it is strict, if they cannot be made."""
     if config.nodes is None and config.link is None:
         yield None
         return
@@ -75,23 +75,25 @@ def network(config: RunConfig) -> Iterator[netlab.Lab | None]:
         try:
             lab = stack.enter_context(netlab.hosts(config.nodes or config.ranks or 1, config.link))
             if lab.untaken:
-                print_line(f"warning: hosts keep this machine's {', '.join(lab.untaken)}: times may differ on others")
+                print_line(
+                    f"warning: hosts keep this machine's {', '.join(lab.untaken)}: times may differ on other machines"
+                )
         except netlab.NotAllowed as error:
             if config.strict:
                 raise
-            print_line(f"warning: {error}. Going on without: times are not shaped")
+            print_line(f"warning: {error}. The run continues without: times are not shaped")
         yield lab
 
 
 def check_link(lab: netlab.Lab | None, config: RunConfig) -> LinkReport:
-    """Measure the link; a strict config has no use for one that is off."""
+    """Measure the link; if it is off, print a warning or, with a strict config, raise RunError."""
     if lab is None:
         return LinkReport(state="not shaped" if config.link is not None else None)
     if lab.link is None:
         return LinkReport(on_hosts=True)
     measured = lab.measure()
     if measured.is_off(lab.link):
-        measured = lab.measure()  # a busy moment of the machine is not the link's fault
+        measured = lab.measure()  # the machine may have been busy for a moment
     report = LinkReport(True, "off" if measured.is_off(lab.link) else "shaped", *measured)
     if report.state == "off":
         found = f"{format_rate(measured.rate_mbit)} Mbit/s and {measured.latency_ms:.2f} ms were measured"

@@ -1,8 +1,7 @@
-"""Where a run is, and how it goes on from there."""
+"""The position of a run (epoch, batch, step, …), and its checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,22 +16,22 @@ from thinwire.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run is: with the states of strategy and random generators, enough to go on exactly."""
+    """How far a run has come. With the states of strategy and random generators, it can continue exactly."""
 
     epoch: int = 0
-    batch: int = 0  # the next one of this epoch
+    batch: int = 0  # the next batch of this epoch
     step: int = 0
-    samples: int = 0  # trained on, by all ranks
+    samples: int = 0  # that all ranks together have trained on
     loss_sum: float = 0.0  # over this epoch's batches, on this rank
-    value: float | None = None  # the metric after the last whole epoch
-    best: float | None = None
+    value: float | None = None  # the metric after the last complete epoch
+    best: float | None = None  # metric so far
     seconds: float = 0.0
     train_seconds: float = 0.0
-    epochs_seconds: float = 0.0  # rank 0's training time at the end of the last epoch: what all ranks agree on
+    epochs_seconds: float = 0.0  # rank 0's train_seconds at the end of the last epoch; equal on all ranks
 
 
-def state_of_run(at: Position, seconds: float, strategy: Strategy, meters: Meters) -> dict[str, Any]:
-    """What a checkpoint holds."""
+def run_state(at: Position, seconds: float, strategy: Strategy, meters: Meters) -> dict[str, Any]:
+    """The content of a checkpoint."""
     return {
         "strategy": strategy.state_dict(),
         "random": random_state(),
@@ -41,27 +40,23 @@ def state_of_run(at: Position, seconds: float, strategy: Strategy, meters: Meter
     }
 
 
-def load_position(
+def load_newest_checkpoint(
     checkpoints: Checkpoints, strategy: Strategy, meters: Meters, folder: RunFolder, comm: Comm, epochs: int
 ) -> Position | None:
-    """Go on from the newest checkpoint that all ranks have; returns its position, or None. Collective."""
-    before = meters.state_dict()
+    """Load the newest checkpoint that all ranks have; returns its position, or None if there is none. Collective."""
+    meters_before = meters.state_dict()
     found = checkpoints.load_latest()
     step, state = found or (0, None)
     at = Position(**state["position"]) if state else Position()
     if (at.epoch, at.batch) > (epochs, 0):
         done = f"{at.epoch} epochs and {at.batch} steps"
-        raise UsageError(f"--epochs {epochs}, but {done} are done already; give more epochs or none")
+        raise UsageError(f"--epochs {epochs}, but {done} are done already; give more epochs, or leave --epochs out")
     if comm.rank == 0:
-        folder.forget_after(step)
+        folder.drop_rows_after(step)
     if state is None:
-        meters.load_state_dict(before)
+        meters.load_state_dict(meters_before)
         return None
-    _load(state, strategy, meters)
-    return at
-
-
-def _load(state: Mapping[str, Any], strategy: Strategy, meters: Meters) -> None:
     strategy.load_state_dict(state["strategy"])
     set_random_state(state["random"])
-    meters.load_state_dict(state["meters"])  # as if never stopped
+    meters.load_state_dict(state["meters"])
+    return at

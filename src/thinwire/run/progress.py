@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live line in a terminal, plain lines elsewhere."""
+"""The progress of a run: a bar in a terminal, plain lines elsewhere, or a file."""
 
 from __future__ import annotations
 
@@ -15,33 +15,31 @@ from thinwire.common.files import write_text
 from thinwire.common.formats import format_bytes, format_metric, format_seconds
 from thinwire.common.messages import print_line
 
-REPORT_SECONDS = 0.25
+FILE_SECONDS = 0.25  # between two writes of the file
 
 
 class Progress(Protocol):
-    """Told of every step and epoch."""
+    """Shows the progress of a run. `step` is called only if `is_due`, because reading a loss may wait for a GPU."""
 
     def step(self, step: int, loss: float | None, samples_per_second: float, wire_bytes: int) -> None: ...
     def epoch(self, row: dict[str, Any]) -> None: ...
-    def say(self, text: str) -> None: ...
-    def due(self) -> bool: ...
+    def is_due(self) -> bool: ...
     def close(self) -> None: ...
 
 
-class Silent:
-    """For ranks other than the first."""
+class NoProgress:
+    """Shows nothing: for ranks other than 0."""
 
     def step(self, step: int, loss: float | None, samples_per_second: float, wire_bytes: int) -> None: ...
     def epoch(self, row: dict[str, Any]) -> None: ...
-    def say(self, text: str) -> None: ...
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         return False
 
     def close(self) -> None: ...
 
 
-class Shown:
-    """A bar with loss, metric, speed, bytes and time left; without a terminal, a line now and then."""
+class ProgressBar:
+    """A bar with loss, metric, speed, bytes and time left; without a terminal, a line every few seconds."""
 
     def __init__(self, metric: str, num_steps: int, start: int, num_epochs: int) -> None:
         self.console = Console(stderr=True)
@@ -57,16 +55,15 @@ class Shown:
         self.bar = self.bars.add_task("", total=num_steps, completed=start, status="starting")
         self.bars.start()
 
-    def due(self) -> bool:
-        """Is it time to show something? Asked first, because knowing the loss may make a GPU wait."""
+    def is_due(self) -> bool:
         return time.monotonic() - self.last >= self.every_seconds
 
     def step(self, step: int, loss: float | None, samples_per_second: float, wire_bytes: int) -> None:
         self.last = time.monotonic()
         left = (self.last - self.begin) / max(step - self.start, 1) * (self.num_steps - step)
         speed = f"{samples_per_second:,.0f} samples/s  {format_bytes(wire_bytes)}"
-        known = "" if loss is None else f"loss {loss:.4f}"
-        status = f"{known}{self.value}  {speed}  {format_seconds(left)} left".strip()
+        loss_text = "" if loss is None else f"loss {loss:.4f}"
+        status = f"{loss_text}{self.value}  {speed}  {format_seconds(left)} left".strip()
         if self.bars.disable:
             print_line(f"step {step}/{self.num_steps}  {status}")
         else:
@@ -75,13 +72,13 @@ class Shown:
     def epoch(self, row: dict[str, Any]) -> None:
         value = format_metric(row[f"test_{self.metric}"], self.metric)
         self.value = f"  {value}"
-        self.say(
+        self._print(
             f"epoch {row['epoch']}/{self.num_epochs}  loss {row['train_loss']:.4f}  {self.metric} {value}  "
             f"{row['samples_per_second']:,.0f} samples/s  {format_bytes(row['wire_bytes'])}  "
             f"{format_seconds(row['seconds'])}"
         )
 
-    def say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if self.bars.disable:
             print_line(text)
         else:
@@ -91,8 +88,8 @@ class Shown:
         self.bars.stop()
 
 
-class Reported:
-    """For whoever started the run: the latest progress in a file, as JSON."""
+class ProgressFile:
+    """Writes the latest progress to a file, as JSON, for the program that started the run."""
 
     def __init__(self, file: Path, metric: str, num_steps: int, start: int, num_epochs: int) -> None:
         self.file = file
@@ -102,8 +99,8 @@ class Reported:
         self.value: float | None = None
         self.step(start, float("nan"), 0.0, 0)
 
-    def due(self) -> bool:
-        return time.monotonic() - self.last >= REPORT_SECONDS
+    def is_due(self) -> bool:
+        return time.monotonic() - self.last >= FILE_SECONDS
 
     def step(self, step: int, loss: float | None, samples_per_second: float, wire_bytes: int) -> None:
         self.last = time.monotonic()
@@ -114,5 +111,4 @@ class Reported:
         self.value = row[f"test_{self.metric}"]
         self.step(row["step"], row["train_loss"], 0.0, 0)
 
-    def say(self, text: str) -> None: ...
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""What a run keeps of itself: test results and a row of metrics after each epoch; summary and models at the end."""
+"""Writes the results of a run: a row of metrics after each epoch; summary and models at the end."""
 
 from __future__ import annotations
 
@@ -38,42 +38,42 @@ class Recorder:
     def after_epoch(
         self, at: Position, seconds: float, samples_per_second: float
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Test the model and add a row of metrics; returns the row, and what every rank measured of itself."""
+        """Test the model and add a row of metrics; returns the row, and what each rank measured."""
         with self.comm.ledger.purpose("eval"):
             model = self.strategy.eval_model()
-        tested = self._tested(model)
+        tested = self._evaluate(model)
         with self.comm.ledger.purpose("eval"):
-            seen = torch.tensor([at.loss_sum / at.batch, 1.0], dtype=torch.float64) * self.strategy.sees_loss
-            loss_sum, num_seeing = self.comm.sum(seen).tolist()
-        everyone = self.meters.gather(at.train_seconds)
+            own_loss = torch.tensor([at.loss_sum / at.batch, 1.0], dtype=torch.float64) * self.strategy.sees_loss
+            loss_sum, num_losses = self.comm.sum(own_loss).tolist()
+        by_rank = self.meters.gather(at.train_seconds)
         timeline = self.meters.gather_timeline() if at.epoch == 0 else []
-        sent = sent_by_purpose(everyone)
+        sent = sent_by_purpose(by_rank)
         where = {"step": at.step, "epoch": at.epoch + 1}
         extra: dict[str, Any] = {f"test_{name}": value for name, value in tested.items()} | self.strategy.status()
         row = MetricsRow(
             step=at.step, epoch=at.epoch + 1, seconds=seconds, train_seconds=at.train_seconds,
-            train_loss=loss_sum / num_seeing, samples_per_second=samples_per_second,
+            train_loss=loss_sum / num_losses, samples_per_second=samples_per_second,
             wire_bytes=round(bytes_of(sent) / self.comm.size),
             training_bytes=round(bytes_of(sent, TRAINING) / self.comm.size),
             training_bytes_between=bytes_of(sent, TRAINING, ("between",)),
-            waiting_seconds=sum(one["waiting_seconds"] for one in everyone) / self.comm.size,
+            waiting_seconds=sum(one["waiting_seconds"] for one in by_rank) / self.comm.size,
             **extra,
         ).model_dump()  # fmt: skip
         if self.comm.rank == 0:
             self.folder.append(self.folder.metrics, [row])
-            self.folder.append_ledger(where, [one["ledger"] for one in everyone])
+            self.folder.append_ledger(where, [one["ledger"] for one in by_rank])
             if timeline:
                 self.folder.save_timeline(timeline)
-        return row, everyone
+        return row, by_rank
 
     def at_end(self, at: Position, seconds: float, show: bool) -> dict[str, Any]:
         """Write models and summary; returns the summary. `show` prints it as a table too."""
-        with self.comm.ledger.purpose("eval"):  # training is over
+        with self.comm.ledger.purpose("eval"):
             model = self.strategy.eval_model()
-            artifacts = [(one, self._tested(one.model)[self.task.metric]) for one in self.strategy.artifacts()]
-        everyone = self.meters.gather(at.train_seconds)
+            artifacts = [(one, self._evaluate(one.model)[self.task.metric]) for one in self.strategy.artifacts()]
+        by_rank = self.meters.gather(at.train_seconds)
         summary = summarise(
-            self.config, self.task.metric, at, seconds, everyone,
+            self.config, self.task.metric, at, seconds, by_rank,
             link=self.meters.link, nodes=len(set(self.comm.nodes)), parameters=self.num_parameters, model=model,
             artifacts=artifacts, strategy=self.strategy, device=self.device,
         ).model_dump()  # fmt: skip
@@ -81,7 +81,7 @@ class Recorder:
         if self.comm.rank == 0:
             for artifact, _ in artifacts:
                 save_model(artifact.model, self.folder.path / artifact.file)
-            ledgers = [one["ledger"] for one in everyone]
+            ledgers = [one["ledger"] for one in by_rank]
             self.folder.append_ledger({"step": at.step, "epoch": at.epoch}, ledgers, final=True)
             self.folder.save_summary(summary)
             if show:
@@ -89,10 +89,10 @@ class Recorder:
                 console.print(result_table(summary, ledgers))
                 console.print(f"results in {self.folder.path}", highlight=False, soft_wrap=True)
         with self.comm.ledger.purpose("checkpoint"):
-            self.comm.barrier()  # nobody leaves before the results are written
+            self.comm.barrier()  # no rank ends before the results are written
         return summary
 
-    def _tested(self, model: nn.Module) -> dict[str, float]:
+    def _evaluate(self, model: nn.Module) -> dict[str, float]:
         assert self.config.batch_size is not None
         with self.comm.ledger.purpose("eval"):
             return evaluate(

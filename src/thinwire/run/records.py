@@ -1,4 +1,4 @@
-"""The run folder: config.toml, metrics, ledger and timeline as .jsonl, summary.json, checkpoints, the models."""
+"""The folder of a run: config.toml; metrics, ledger and timeline as .jsonl; summary.json; checkpoints; models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from thinwire.errors import RunError, UsageError
 
 
 class RunFolder:
-    """What one run leaves behind. Only rank 0 writes here, apart from checkpoints."""
+    """The files of one run. Only rank 0 writes them, except for checkpoints, which every rank writes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -29,16 +29,16 @@ class RunFolder:
 
     @staticmethod
     def new(config: RunConfig) -> RunFolder:
-        """A folder for a new run, not made yet; one that holds a run already is refused, never written over."""
+        """A folder for a new run, which is not created yet. UsageError if a run is in it already."""
         folder = RunFolder(config.out or _free_name(config))
         if folder.path.exists() and not folder.path.is_dir():
             raise UsageError(f"--out {folder.path} is a file; give a folder")
         if folder.config.exists():
-            raise UsageError(f"{folder.path} holds a run already; add --resume to go on with it, or give another --out")
+            raise UsageError(f"{folder.path} holds a run already; add --resume to continue it, or give another --out")
         files = (folder.metrics, folder.ledger, folder.timeline, folder.summary, folder.checkpoints)
-        for left in (*files, folder.path / "model", *folder.path.glob("*.safetensors")):
-            if left.exists():
-                raise UsageError(f"{folder.path} holds {left.name} of a run without config.toml; give another --out")
+        for file in (*files, folder.path / "model", *folder.path.glob("*.safetensors")):
+            if file.exists():
+                raise UsageError(f"{folder.path} holds {file.name} of a run without config.toml; give another --out")
         parent = next(p for p in (folder.path, *folder.path.absolute().parents) if p.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             raise UsageError(f"cannot make --out {folder.path}: {parent} is not a folder that can be written to")
@@ -48,28 +48,28 @@ class RunFolder:
     def existing(path: Path | None) -> RunFolder:
         """The folder of a run to resume."""
         if path is None:
-            raise UsageError("--resume needs --out, the folder of the run to go on with")
+            raise UsageError("--resume needs --out, the folder of the run to continue")
         folder = RunFolder(path)
         if not folder.config.exists():
-            new = "give the settings of a new one too, as --task" if is_free(path) else "give another for a new one"
-            raise UsageError(f"{path} holds no run (no config.toml); check --out{_near(path)}, or {new}")
+            new = "add the settings of a new run, as --task" if is_free(path) else "give another --out for a new run"
+            raise UsageError(f"{path} holds no run (no config.toml); check --out{_similar_run(path)}, or {new}")
         return folder
 
     def save_config(self, config: RunConfig) -> None:
         write_text(self.config, config.to_toml())
 
-    def forget_if_empty(self) -> None:
-        """Leave nothing of a run that failed before its first checkpoint, so that it can be tried again."""
+    def remove_if_empty(self) -> None:
+        """Remove the folder if a run failed before its first checkpoint, so that it can be started again."""
         if self.path.is_dir() and {p.name for p in self.path.iterdir()} <= {self.config.name}:
             self.config.unlink(missing_ok=True)
-            with suppress(OSError):  # another rank of this disk was quicker
+            with suppress(OSError):  # another rank has removed it
                 self.path.rmdir()
 
     def load_config(self) -> RunConfig:
         return make_config(read_toml(self.config), source=str(self.config))
 
     def append(self, file: Path, rows: list[dict[str, Any]]) -> None:
-        """Add lines; a line is whole or, after a crash, ignored."""
+        """Add lines to a .jsonl file. `read_rows` ignores a line that a crash left incomplete."""
         try:
             with file.open("a", encoding="utf-8") as stream:
                 stream.write("".join(json.dumps(row) + "\n" for row in rows))
@@ -85,8 +85,8 @@ class RunFolder:
     def save_timeline(self, rows: list[dict[str, Any]]) -> None:
         write_text(self.timeline, "".join(json.dumps(row) + "\n" for row in rows))
 
-    def forget_after(self, step: int) -> None:
-        """Drop the lines of steps that a resumed run will do again, and the final ones: it will end once more."""
+    def drop_rows_after(self, step: int) -> None:
+        """Drop the rows of steps that a resumed run will repeat, and the final rows: it will write new ones."""
         for file in (self.metrics, self.ledger):
             kept = [row for row in read_rows(file) if row["step"] <= step and not row.get("final")]
             write_text(file, "".join(json.dumps(row) + "\n" for row in kept))
@@ -96,26 +96,26 @@ class RunFolder:
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """The whole lines of a .jsonl file; a missing file has none."""
+    """The complete lines of a .jsonl file; none if there is no file."""
     rows = []
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError:
-            continue  # half a line: the run was stopped while writing it
+            continue  # incomplete: the run was stopped while it wrote this line
     return rows
 
 
 def is_free(path: Path) -> bool:
-    """Whether there is nothing at a path: no file, and no folder that holds something."""
+    """Whether there is nothing at a path, or an empty folder."""
     return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 
 
-def _near(path: Path) -> str:
-    """The folder beside a path that holds a run and has nearly its name, as a question."""
+def _similar_run(path: Path) -> str:
+    """The folder of a run with a similar name, as a question to the user; empty if there is none."""
     runs = [config.parent.name for config in path.parent.glob("*/config.toml")]
-    near = difflib.get_close_matches(path.name, runs, n=1)
-    return f" (did you mean {path.parent / near[0]}?)" if near else ""
+    similar = difflib.get_close_matches(path.name, runs, n=1)
+    return f" (did you mean {path.parent / similar[0]}?)" if similar else ""
 
 
 def _free_name(config: RunConfig) -> Path:

@@ -1,4 +1,4 @@
-"""What a run writes: a row of metrics.jsonl after each epoch, and summary.json at the end."""
+"""The fields of the files of a run: a row of metrics.jsonl after each epoch, and summary.json at the end."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from thinwire.run.network import LinkState
+
 
 class MetricsRow(BaseModel):
-    """A line of metrics.jsonl. Beside these fields it has test_loss, test_accuracy and the strategy's status."""
+    """A line of metrics.jsonl. It also has test_loss, perhaps test_accuracy, and the strategy's status."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -25,7 +27,7 @@ class MetricsRow(BaseModel):
 
 
 class ArtifactSummary(BaseModel):
-    """A further model that the strategy made, and what it is worth."""
+    """A further model that the strategy made: its size and its metric."""
 
     name: str
     about: str
@@ -48,7 +50,7 @@ class SeriesSummary(BaseModel):
 
 
 class Summary(BaseModel):
-    """summary.json. Fields with a default were added later: a summary without them can still be read."""
+    """summary.json. Fields with a default were added later, so a summary without them can still be read."""
 
     model_config = ConfigDict(protected_namespaces=())
 
@@ -58,7 +60,7 @@ class Summary(BaseModel):
     ranks: int
     nodes: int
     link: str | None
-    link_state: Literal["shaped", "off", "not shaped"] | None
+    link_state: LinkState | None
     link_measured: dict[str, float] | None
     seed: int
     epochs: int
@@ -86,4 +88,4 @@ class Summary(BaseModel):
     versions: dict[str, str]
 
 
-NEEDED = [name for name, field in Summary.model_fields.items() if field.is_required()]  # in every summary
+NEEDED = [name for name, field in Summary.model_fields.items() if field.is_required()]  # fields of every summary

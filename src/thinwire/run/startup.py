@@ -1,4 +1,4 @@
-"""What a rank does before it trains: device, seeds, settings and folder, agreed with the other ranks."""
+"""What a rank does before it trains: choose device, seeds, settings and folder, as the other ranks do."""
 
 from __future__ import annotations
 
@@ -33,40 +33,40 @@ def seed_everything(seed: int) -> None:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Differs for models whose state does not fit each other."""
+    """A hash of the names, shapes and dtypes in a model's state_dict."""
     shapes = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in model.state_dict().items()]
     return hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:16]
 
 
 def with_defaults(config: RunConfig, task: Task, comm: Comm) -> RunConfig:
-    """The config with every open setting filled in from the task."""
+    """The config with defaults, from the task first, for every setting that was not given."""
     for name in task.defaults:
         if name not in RunConfig.model_fields:
             raise unknown("setting in the task's defaults", name, RunConfig.model_fields)
     own_model = {"model": task.model} if isinstance(task.model, str) else {}
-    filled = {**FALLBACK, **own_model, **task.defaults, "ranks": comm.size}
-    open_settings = {name: value for name, value in filled.items() if getattr(config, name) is None}
-    return make_config(config.model_dump(), open_settings, source=f"defaults of {config.task}")
+    defaults = {**FALLBACK, **own_model, **task.defaults, "ranks": comm.size}
+    missing = {name: value for name, value in defaults.items() if getattr(config, name) is None}
+    return make_config(config.model_dump(), missing, source=f"defaults of {config.task}")
 
 
 def open_folder(config: RunConfig, comm: Comm) -> RunFolder:
-    """The folder that rank 0 chose to write to: that of the run to resume, or one for a new run. Collective."""
-    path, resumes = _together(
+    """The folder that rank 0 writes to: that of the run to resume, or one for a new run. Collective."""
+    path, resumes = _on_rank_0_and_gather(
         comm,
         lambda: str((RunFolder.existing(config.out) if config.resume else RunFolder.new(config)).path),
-        mine=config.resume,
+        own=config.resume,
     )
-    without = [rank for rank, resume in enumerate(resumes) if not resume]
-    if any(resumes) and without:
+    not_found = [rank for rank, resume in enumerate(resumes) if not resume]
+    if any(resumes) and not_found:
         raise UsageError(
-            f"on their machine ranks {without} find no run in {path}, and others do; bring the folder there, with the "
-            "checkpoints of these ranks, or give another --out to start anew"
+            f"ranks {not_found} find no run in {path} on their machine, and other ranks do; copy the folder there, "
+            "with the checkpoints of these ranks, or give another --out to start a new run"
         )
     return RunFolder(Path(path))
 
 
 def choose_device(config: RunConfig, world: World | None) -> torch.device:
-    """Where this rank computes."""
+    """The device on which this rank computes."""
     if config.device == "cpu":
         return torch.device("cpu")
     device = pick_device(world)
@@ -77,22 +77,22 @@ def choose_device(config: RunConfig, world: World | None) -> torch.device:
     return device
 
 
-def agree(comm: Comm, run: Callable[[], T]) -> T:
-    """Do something on rank 0 alone and give every rank its JSON result, or its error."""
-    return _together(comm, run)[0]
+def on_rank_0(comm: Comm, function: Callable[[], T]) -> T:
+    """Call a function on rank 0 alone; every rank gets its result, which must be JSON, or its error. Collective."""
+    return _on_rank_0_and_gather(comm, function)[0]
 
 
-def _together(comm: Comm, run: Callable[[], T], mine: Any = None) -> tuple[T, list[Any]]:
-    """The same, and what every rank has to tell."""
-    answer: dict[str, Any] = {"mine": mine}
+def _on_rank_0_and_gather(comm: Comm, function: Callable[[], T], own: Any = None) -> tuple[T, list[Any]]:
+    """The result of a function on rank 0, and the value `own` of every rank. Collective."""
+    message: dict[str, Any] = {"own": own}
     if comm.rank == 0:
         try:
-            answer["value"] = run()
+            message["result"] = function()
         except ThinwireError as error:
-            answer |= {"error": str(error), "usage": isinstance(error, UsageError)}
+            message |= {"error": str(error), "usage": isinstance(error, UsageError)}
     with comm.ledger.purpose("start"):
-        answers = all_gather_json(comm, answer)
-    first = answers[0]
+        messages = all_gather_json(comm, message)
+    first = messages[0]
     if "error" in first:
         raise (UsageError if first["usage"] else RunError)(first["error"])
-    return first["value"], [one["mine"] for one in answers]
+    return first["result"], [one["own"] for one in messages]

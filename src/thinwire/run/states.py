@@ -1,4 +1,4 @@
-"""States as a checkpoint holds them: trees as JSON and tensors, and the random generators."""
+"""States as a checkpoint holds them: nested containers as JSON and tensors; states of random generators."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Tree = Any  # dicts, lists, tuples, tensors, numbers, strings, booleans, None
 
 
 def pack(tree: Tree, tensors: dict[str, Tensor], path: str = "") -> Tree:
-    """A tree as JSON: tensors are put aside under their path, and what JSON lacks is marked."""
+    """A tree as JSON. Tensors are moved to `tensors`, by their path; types that JSON lacks are marked with $."""
     match tree:
         case Tensor():
-            while path in tensors:  # {"a/b": …} beside {"a": {"b": …}}
+            while path in tensors:  # as in {"a/b": …, "a": {"b": …}}
                 path += "'"
             tensors[path] = as_reals(tree.detach()).cpu().contiguous().clone()
             return {"$complex" if tree.is_complex() else "$tensor": path}
@@ -36,7 +36,7 @@ def pack(tree: Tree, tensors: dict[str, Tensor], path: str = "") -> Tree:
 
 
 def unpack(tree: Tree, tensors: dict[str, Tensor]) -> Tree:
-    """The tree that `pack` made JSON of."""
+    """The tree that was given to `pack`."""
     match tree:
         case {"$tensor": path}:
             return tensors[path]
@@ -72,7 +72,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Go on with the random numbers of a state."""
+    """Continue with the random numbers of a saved state."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"])

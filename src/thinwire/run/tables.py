@@ -1,4 +1,4 @@
-"""The result of one run, as a table for a terminal."""
+"""The results of one run as a table in the terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from thinwire.common.formats import format_bytes, format_count, format_metric, f
 
 
 def result_table(summary: dict[str, Any], ledgers: list[list[dict[str, Any]]]) -> Group:
-    """The end of a run: what it reached, and what all ranks together sent for each purpose."""
+    """The table at the end of a run: its metric, and what all ranks together sent for each purpose."""
     value = format_metric(summary["value"], summary["metric"])
     ranks = f"{summary['ranks']} rank{'s' * (summary['ranks'] != 1)}"
     title = f"{summary['task']} · {summary['strategy']} · {ranks} · {summary['metric']} {value}"
@@ -32,7 +32,7 @@ def result_table(summary: dict[str, Any], ledgers: list[list[dict[str, Any]]]) -
         table.add_column(heading, no_wrap=True)
     for heading in ("ranks", "calls", "payload", "wire", "time"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for row in sorted(_added_up(ledgers), key=lambda row: -row["wire_bytes"]):
+    for row in sorted(_sum_ledgers(ledgers), key=lambda row: -row["wire_bytes"]):
         numbers = (
             f"{row['calls']:,}",
             format_bytes(row["payload_bytes"]),
@@ -43,8 +43,8 @@ def result_table(summary: dict[str, Any], ledgers: list[list[dict[str, Any]]]) -
     return Group(Text(title, style="italic"), table, Text(words))
 
 
-def _added_up(ledgers: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The ledgers of all ranks as one; its times are those of the rank that took longest."""
+def _sum_ledgers(ledgers: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The ledgers of all ranks as one; times are those of the slowest rank."""
     lines: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in (row for ledger in ledgers for row in ledger):
         key = tuple(row[name] for name in ("purpose", "link", "op", "ranks"))
@@ -65,7 +65,7 @@ def _sent_line(summary: dict[str, Any]) -> str:
 
 
 def _strategy_lines(summary: dict[str, Any]) -> str:
-    """What the strategy reports that belongs into a table, and the further models that it made."""
+    """Values of the strategy's status, and the artifacts that it made."""
     metric, lines = summary["metric"], []
     for name, series in summary["series"].items():
         if series["draw"] == "column" and name in summary["status"]:
@@ -82,18 +82,18 @@ def _strategy_lines(summary: dict[str, Any]) -> str:
 
 
 def network_line(summary: dict[str, Any]) -> str:
-    """Nodes, link and what crossed it, in words."""
+    """Nodes, link and the bytes between nodes, in words."""
     words = [f"{summary['nodes']} nodes" if summary["nodes"] > 1 else "1 node"]
     if summary["link"]:
         words.append(f"link {summary['link']}, {link_words(summary)}")
     if summary["kernel_bytes_by_link"]:
         ledger, kernel = (summary[f"{who}_bytes_by_link"]["between"] for who in ("wire", "kernel"))
-        words.append(f"between nodes {format_bytes(ledger)} by the ledger, {format_bytes(kernel)} by the kernel")
+        words.append(f"between nodes {format_bytes(ledger)} by the ledger, {format_bytes(kernel)} by the Linux kernel")
     return "; ".join(words)
 
 
 def link_words(summary: dict[str, Any]) -> str:
-    """How the link of a run turned out.
+    """What was measured of the link of a run.
 
     >>> link_words({"link_state": "off", "link_measured": {"rate_mbit": 70.0, "latency_ms": 0.01}})
     'measured 70 Mbit/s, 0.01 ms: OFF by more than 10 %'

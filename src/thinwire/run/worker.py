@@ -1,4 +1,4 @@
-"""One rank's run: connect, build, train epoch by epoch, save checkpoints."""
+"""A run on one rank: join the world, build model and strategy, train epoch by epoch, save checkpoints."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from thinwire.errors import PeerLost
 from thinwire.run.checkpoint import Checkpoints
 from thinwire.run.meters import Meters
 from thinwire.run.network import LinkReport
-from thinwire.run.position import Position, load_position, state_of_run
-from thinwire.run.progress import Progress, Reported, Shown, Silent
+from thinwire.run.position import Position, load_newest_checkpoint, run_state
+from thinwire.run.progress import NoProgress, Progress, ProgressBar, ProgressFile
 from thinwire.run.recorder import Recorder
 from thinwire.run.records import RunFolder
-from thinwire.run.startup import agree, choose_device, fingerprint, open_folder, seed_everything, with_defaults
-from thinwire.run.summary import count
+from thinwire.run.startup import choose_device, fingerprint, on_rank_0, open_folder, seed_everything, with_defaults
+from thinwire.run.summary import num_parameters
 from thinwire.strategies.base import Strategy
-from thinwire.strategies.learner import CHECK_EVERY_STEPS, Recipe, not_finite
+from thinwire.strategies.learner import CHECK_EVERY_STEPS, Recipe, not_finite_error
 from thinwire.tasks.loading import load_task
 
 
@@ -44,17 +44,17 @@ def run_rank(config: RunConfig, link: LinkReport = LinkReport(), progress_file: 
         torch.cuda.set_device(device)
     if "OMP_NUM_THREADS" not in os.environ:
         share = len(os.sched_getaffinity(0)) // (world.local_size if world else 1)
-        torch.set_num_threads(max(1, share - 1))  # and one for the network
-    backend = "gloo" if link.on_hosts else None  # nccl would find a way round the hosts' network
+        torch.set_num_threads(max(1, share - 1))  # one core is for communication
+    backend = "gloo" if link.on_hosts else None  # nccl would not use the hosts' network
     with join(backend, device=device) as comm:
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and config.out is not None:
-            begun = agree(comm, RunFolder(config.out).config.exists)
-            config = config.model_copy(update={"resume": begun})
+            has_begun = on_rank_0(comm, RunFolder(config.out).config.exists)
+            config = config.model_copy(update={"resume": has_begun})
         return Run(config, comm, device, link, progress_file).run()
 
 
 class Run:
-    """A run as one rank sees it."""
+    """A run on one rank."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Run:
         link: LinkReport = LinkReport(),
         progress_file: Path | None = None,
     ) -> None:
-        self.clock = time.monotonic()
+        self.start_time = time.monotonic()
         self.meters = Meters(comm, device, link)
         self.comm = comm
         self.device = device
@@ -74,42 +74,43 @@ class Run:
         self.config = with_defaults(config, self.task, comm)
         seed_everything(config.seed)
         model = self.task.build_model(config.model).to(device)
-        num_parameters = count(model)
-        self.strategy = self._strategy(model)
+        size = num_parameters(model)
+        self.strategy = self._make_strategy(model)
         shard = self.strategy.shard
-        self.loader = Loader(self.task.train, shard, self._get("batch_size"), seed=config.seed, ranks=comm.size)
-        self.num_steps = self._get("epochs") * len(self.loader)
+        self.loader = Loader(self.task.train, shard, self._setting("batch_size"), seed=config.seed, ranks=comm.size)
+        self.num_steps = self._setting("epochs") * len(self.loader)
         seed_everything(derive_seed(config.seed, comm.rank))  # dropout differs between ranks
         self.folder = open_folder(config, comm)
         self.recorder = Recorder(
-            self.config, self.task, comm, self.strategy, self.meters, self.folder, num_parameters
+            self.config, self.task, comm, self.strategy, self.meters, self.folder, size
         )  # fmt: skip
         identity = {
             **self.config.model_dump(mode="json", exclude=MAY_CHANGE),
             "samples": self.loader.num_samples,
             "weights": fingerprint(model),
-            **({"shards": shard.count} if shard.count < comm.size else {}),  # earlier versions took smaller batches
+            **({"shards": shard.count} if shard.count < comm.size else {}),  # earlier versions had smaller batches
         }
         self.checkpoints = Checkpoints(self.folder.checkpoints, comm, identity, config.keep, self._warn)
         self.at = Position()
-        self.losses: list[Tensor] = []  # not yet looked at
-        self.progress: Progress = Silent()
+        self.losses: list[Tensor] = []  # of steps that are not yet in self.at.loss_sum
+        self.progress: Progress = NoProgress()
 
     def run(self) -> dict[str, Any]:
-        """Train to the end, from the last checkpoint if there is one to resume."""
+        """Train to the end, from the last checkpoint if the run is resumed; returns the summary."""
         try:
             if self.config.resume:
                 self._resume()
-            if self.comm.rank == 0 or not self.folder.config.exists():  # or: this host has a disk of its own
+            if self.comm.rank == 0 or not self.folder.config.exists():  # the second: on a machine with its own disk
                 self.folder.save_config(self.config)
             if self.comm.rank == 0:
-                about = (self.task.metric, self.num_steps, self.at.step, self._get("epochs"))
-                self.progress = Reported(self.progress_file, *about) if self.progress_file else Shown(*about)
-            while self.at.epoch < self._get("epochs") and not self._out_of_time():
-                self._epoch()
+                about = (self.task.metric, self.num_steps, self.at.step, self._setting("epochs"))
+                file = self.progress_file
+                self.progress = ProgressFile(file, *about) if file else ProgressBar(*about)
+            while self.at.epoch < self._setting("epochs") and not self._is_out_of_time():
+                self._train_epoch()
         except Exception as error:
-            if not isinstance(error, PeerLost):  # who failed does it
-                self.folder.forget_if_empty()
+            if not isinstance(error, PeerLost):  # else the rank that failed does it
+                self.folder.remove_if_empty()
             raise
         finally:
             self.progress.close()
@@ -117,21 +118,21 @@ class Run:
 
     # ---- training
 
-    def _strategy(self, model: nn.Module) -> Strategy:
-        factor = registry.build("schedules", self._get("schedule"))
+    def _make_strategy(self, model: nn.Module) -> Strategy:
+        factor = registry.build("schedules", self._setting("schedule"))
         recipe = Recipe(
             loss=self.task.loss,
-            optimizer=registry.build("optimizers", self._get("optimizer"), self._get("lr")),
-            schedule=lambda step: factor((step + 0.5) / len(self.loader), self._get("epochs")),
+            optimizer=registry.build("optimizers", self._setting("optimizer"), self._setting("lr")),
+            schedule=lambda step: factor((step + 0.5) / len(self.loader), self._setting("epochs")),
             clip_norm=self.config.clip_norm,
             accumulate=self.config.accumulate,
             autocast=self.config.autocast,
-            epochs=self._get("epochs"),
+            epochs=self._setting("epochs"),
         )
         strategy: Strategy = registry.build("strategies", self.config.strategy, model, recipe, self.comm)
         return strategy
 
-    def _epoch(self) -> None:
+    def _train_epoch(self) -> None:
         begin = time.monotonic() - self.at.train_seconds
         seconds, samples = self.at.train_seconds, self.at.samples
         every = self.config.checkpoint_every
@@ -142,85 +143,85 @@ class Run:
         self.strategy.begin_epoch(len(self.loader))
         for i, (inputs, targets) in enumerate(self.loader.batches(self.at.epoch, start=self.at.batch)):
             if self.at.epoch == 0:
-                self.meters.keep_some(i)
+                self.meters.record_some_steps(i)
             with self.meters.timeline.step(self.at.step + 1):
                 self.losses.append(self.strategy.step((self._transformed(inputs), targets)))
             self._advance(
                 batch=self.at.batch + 1, step=self.at.step + 1, train_seconds=time.monotonic() - begin,
                 samples=self.at.samples + len(inputs) * self.strategy.shard.count,
             )  # fmt: skip
-            save = every > 0 and self.at.step % every == 0 and self.at.batch < len(self.loader)
-            if save or len(self.losses) >= CHECK_EVERY_STEPS or self.progress.due():
-                self._look(speed())
-            if save:
-                pause = time.monotonic()
+            is_checkpoint = every > 0 and self.at.step % every == 0 and self.at.batch < len(self.loader)
+            if is_checkpoint or len(self.losses) >= CHECK_EVERY_STEPS or self.progress.is_due():
+                self._read_losses(speed())
+            if is_checkpoint:
+                before = time.monotonic()
                 self._save_checkpoint()
-                begin += time.monotonic() - pause  # that was no training
+                begin += time.monotonic() - before  # not part of train_seconds
         self.meters.timeline.pause()
         with self.meters.timeline.step(self.at.step):
             self.strategy.end_epoch()
-        self._look(speed())
-        self._advance(train_seconds=time.monotonic() - begin)  # a GPU may have been at work until now
-        row, everyone = self.recorder.after_epoch(self.at, self._seconds(), speed())
+        self._read_losses(speed())
+        self._advance(train_seconds=time.monotonic() - begin)  # now that the GPU is done
+        row, by_rank = self.recorder.after_epoch(self.at, self._seconds(), speed())
         value = row[f"test_{self.task.metric}"]
         self._advance(
-            epoch=self.at.epoch + 1, batch=0, loss_sum=0.0, value=value, best=self._better(value),
-            epochs_seconds=everyone[0]["train_seconds"],
+            epoch=self.at.epoch + 1, batch=0, loss_sum=0.0, value=value, best=self._best(value),
+            epochs_seconds=by_rank[0]["train_seconds"],
         )  # fmt: skip
         self._save_checkpoint()
         self.progress.epoch(row)
 
-    def _look(self, samples_per_second: float) -> None:
-        """Add up the losses since the last look, stop on one that is not finite, show progress."""
+    def _read_losses(self, samples_per_second: float) -> None:
+        """Add the latest losses to the sum, raise RunError if one is not finite, show progress. Waits for a GPU."""
         if not self.losses:
             return
         losses = torch.stack(self.losses).double().cpu()
         self.losses.clear()
         if not losses.isfinite().all():
             first = int((~losses.isfinite()).nonzero()[0])
-            raise not_finite(self.at.step - len(losses) + first + 1, losses[first].item())
+            raise not_finite_error(self.at.step - len(losses) + first + 1, losses[first].item())
         self._advance(loss_sum=self.at.loss_sum + losses.sum().item())
-        if self.progress.due():
+        if self.progress.is_due():
             loss = losses[-1].item() if self.strategy.sees_loss else None
             self.progress.step(self.at.step, loss, samples_per_second, self.comm.ledger.wire_bytes)
 
     def _transformed(self, inputs: Tensor) -> Tensor:
-        """Inputs as the model sees them, with augmentation that depends on (seed, epoch, batch, shard) alone."""
+        """The model's inputs, with augmentation that depends on (seed, epoch, batch, shard) alone."""
         seed = derive_seed(self.config.seed, self.at.epoch, self.at.batch, self.strategy.shard.index)
         generator = torch.Generator(self.device).manual_seed(seed)
         return self.task.transform(inputs.to(self.device, non_blocking=True), generator)
 
-    # ---- where it is
+    # ---- position and checkpoints
 
     def _resume(self) -> None:
-        found = load_position(
-            self.checkpoints, self.strategy, self.meters, self.folder, self.comm, self._get("epochs")
+        position = load_newest_checkpoint(
+            self.checkpoints, self.strategy, self.meters, self.folder, self.comm, self._setting("epochs")
         )  # fmt: skip
-        if found is None:
-            self._say(f"{self.folder.path} has no checkpoint that can be used; starting from the beginning")
+        if position is None:
+            self._print_on_rank_0(f"{self.folder.path} has no usable checkpoint; starting from the beginning")
             return
-        self.at = found
-        self._say(f"resuming at step {self.at.step} of {self.num_steps}")
+        self.at = position
+        self._print_on_rank_0(f"resuming at step {self.at.step} of {self.num_steps}")
 
     def _save_checkpoint(self) -> None:
         self.checkpoints.save(
-            self.at.step, lambda: state_of_run(self.at, self._seconds(), self.strategy, self.meters)
+            self.at.step, lambda: run_state(self.at, self._seconds(), self.strategy, self.meters)
         )  # fmt: skip
 
-    def _out_of_time(self) -> bool:
+    def _is_out_of_time(self) -> bool:
         return self.config.minutes is not None and self.at.epochs_seconds >= 60 * self.config.minutes
 
     def _advance(self, **changes: Any) -> None:
         self.at = replace(self.at, **changes)
 
     def _seconds(self) -> float:
-        return self.at.seconds + time.monotonic() - self.clock
+        return self.at.seconds + time.monotonic() - self.start_time
 
-    def _better(self, value: float) -> float:
+    def _best(self, value: float) -> float:
         pick = max if self.task.metric == "accuracy" else min
         return value if self.at.best is None else pick(self.at.best, value)
 
-    def _get(self, name: str) -> Any:
+    def _setting(self, name: str) -> Any:
         value = getattr(self.config, name)
         assert value is not None, name
         return value
@@ -228,6 +229,6 @@ class Run:
     def _warn(self, text: str) -> None:
         print_line(f"rank {self.comm.rank}: {text}")
 
-    def _say(self, text: str) -> None:
+    def _print_on_rank_0(self, text: str) -> None:
         if self.comm.rank == 0:
             print_line(text)

@@ -1,4 +1,4 @@
-"""One machine alone: what a network must be worth."""
+"""One machine alone: the baseline that training over a network must beat."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from thinwire.comm.collectives import coalesced
 from thinwire.common.tensors import named_persistent_buffers
 from thinwire.data import Batch, Shard
 from thinwire.errors import UsageError
-from thinwire.exchange import gradients
+from thinwire.exchange.gradients import GradientExchange, NoExchange, make_exchange
 from thinwire.reducers.mean import mean
 from thinwire.reducers.states import load_states
 from thinwire.strategies.base import Strategy
-from thinwire.strategies.groups import nodes_of
+from thinwire.strategies.groups import ranks_by_node
 from thinwire.strategies.learner import Learner, Recipe
 from thinwire.strategies.replicas import average_buffers, replicate
 
@@ -24,14 +24,14 @@ from thinwire.strategies.replicas import average_buffers, replicate
 class Alone(Strategy):
     """Every machine trains by itself on all the data; machines send each other nothing.
 
-    θ ← θ − η·opt((1/m)·Σᵢ ∇Lᵢ(θ)) over the m ranks of a machine, with the batches that all ranks together would take:
-    as many updates and samples as with any other strategy. A machine is a node; where all ranks are on one node, it is
-    a rank. The result is the model of rank 0's machine. Wire bytes per step: between machines 0, inside one 2(m−1)/m·4P
-    per rank, and as much for a number for each tensor, which tells whether a rank of the machine used it: parameters
-    may get no gradient in a step, as in plain training.
+    θ ← θ − η·opt((1/m)·Σᵢ ∇Lᵢ(θ)) over the m ranks of a machine. The m ranks share the batch that all ranks share with
+    other strategies, so updates and samples are as many. A machine is a node; if all ranks are on one node, each rank
+    is a machine. The result is the model of rank 0's machine. Wire bytes per rank and step: between machines 0; inside
+    a machine 2(m−1)/m·4P, and as much for a number per tensor, which says whether a rank of the machine used it:
+    parameters may get no gradient in a step, as in plain training.
 
-    It is the baseline that a network must beat. All machines train at the same time, so hosts that are simulated share
-    this machine's cores as they do with any other strategy, and times can be compared.
+    This is the baseline that training over a network must beat. All machines train at the same time. So simulated
+    hosts share the cores of this machine as they do with any other strategy, and times can be compared.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, comm: Comm, /) -> None:
@@ -39,20 +39,13 @@ class Alone(Strategy):
         self.comm = comm
         self.machine = comm.split(machines, "machine")
         self.shard = Shard(self.machine.rank, self.machine.size)
-        self.sees_loss = any(
-            {0, comm.rank} <= set(machine) for machine in machines
-        )  # others' models are not the result
+        self.sees_loss = any({0, comm.rank} <= set(machine) for machine in machines)  # the result is rank 0's model
         self.model = model
         replicate(model, comm)
         self.learner = Learner(model, recipe)
-        several = self.machine.size > 1
-        self.exchange = (
-            gradients.make_exchange(
-                model, mean(), self.machine, unused_parameters=True
-            )  # as a rank by itself allows them
-            if several
-            else gradients.NoExchange(model)
-        )
+        self.exchange: GradientExchange = NoExchange(model)
+        if self.machine.size > 1:  # unused parameters, because a machine of one rank allows them too
+            self.exchange = make_exchange(model, mean(), self.machine, unused_parameters=True)
 
     def step(self, batch: Batch) -> Tensor:
         loss = self.learner.backward(batch, self.exchange)
@@ -79,14 +72,14 @@ class Alone(Strategy):
 
 
 def _machines(comm: Comm) -> list[list[int]]:
-    """The ranks of each machine, equally many."""
-    nodes = nodes_of(comm)
+    """The ranks of each machine. All machines must have the same number of ranks."""
+    nodes = ranks_by_node(comm)
     sizes = [len(node) for node in nodes]
     if len(nodes) == 1:
         return [[rank] for rank in range(comm.size)]
     if len(set(sizes)) > 1:
         raise UsageError(
-            f"alone: nodes have {', '.join(map(str, sizes))} ranks, and machines that are compared must be equal; "
+            f"alone: nodes have {', '.join(map(str, sizes))} ranks, but every machine must have the same number; "
             "start as many ranks on every node"
         )
     return nodes

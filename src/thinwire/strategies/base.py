@@ -1,4 +1,4 @@
-"""Strategy: the interface between a way to train on many ranks and everything around it."""
+"""Strategy: the interface of all methods to train on many ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thinwire.errors import UsageError
 
 
 class Artifact(NamedTuple):
-    """A further model that a strategy made. A run tests it, writes it to its file and reports its size and metric."""
+    """A further model that a strategy makes. A run tests it, writes it to a file and reports its size and metric."""
 
     name: str
     about: str  # what it is, in a sentence
@@ -39,10 +39,10 @@ class Series(NamedTuple):
 
 
 class Strategy(ABC):
-    """A way to train one model on many ranks.
+    """A method to train one model on many ranks.
 
-    A subclass defines `step`, `consolidate`, `state_dict` and `load_state_dict`, or Python refuses the class itself.
-    One that leaves some of them to its own subclasses says so: class Staged(Strategy, abstract=True).
+    A subclass must define `step`, `consolidate`, `state_dict` and `load_state_dict`; otherwise the class statement
+    raises TypeError. A class that leaves some of them to its subclasses says so: class Staged(Strategy, abstract=True).
     """
 
     shard: Shard  # which part of each batch this rank reads
@@ -58,7 +58,7 @@ class Strategy(ABC):
             raise TypeError(f"{cls.__name__} is a Strategy without {', '.join(missing)}; define them")
 
     def begin_epoch(self, num_steps: int | None) -> None:  # noqa: B027
-        """Called before each epoch; `num_steps` is None if nobody knows how many steps it has."""
+        """Called before each epoch; `num_steps` is its number of steps, None if that is unknown."""
 
     @abstractmethod
     def step(self, batch: Batch) -> Tensor:
@@ -69,18 +69,18 @@ class Strategy(ABC):
         raise UsageError(f"{type(self).__name__} needs a batch on every rank in every step; loop over tw.epoch")
 
     def end_epoch(self) -> None:  # noqa: B027
-        """Called after each epoch: ranks that drifted apart come together. Collective."""
+        """Called after each epoch: makes parameters that differ between ranks equal. Collective."""
 
     def status(self) -> dict[str, Any]:
-        """Where the method is, as JSON values; a run records them after each epoch, and in its summary."""
+        """The state of the method as JSON values; a run records it after each epoch, and in its summary."""
         return {}
 
     @abstractmethod
     def consolidate(self) -> nn.Module:
-        """The whole trained model, equal on every rank: a copy, apart from the one being trained. Collective."""
+        """A copy of the whole trained model, equal on every rank; training does not change it. Collective."""
 
     def eval_model(self) -> nn.Module:
-        """The whole trained model to run in eval mode, by all ranks equally often. Collective."""
+        """The whole trained model for evaluation. All ranks must run it equally often. Collective."""
         return self.consolidate()
 
     def artifacts(self) -> list[Artifact]:
@@ -89,8 +89,8 @@ class Strategy(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Everything that this rank needs to go on exactly."""
+        """Everything that this rank needs to continue exactly."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
+        """Continue from a saved state."""

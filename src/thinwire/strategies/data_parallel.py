@@ -15,14 +15,14 @@ from thinwire.reducers.mean import mean
 from thinwire.reducers.states import load_states
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.learner import Learner, Recipe
-from thinwire.strategies.replicas import consolidated, replicate
+from thinwire.strategies.replicas import averaged_copy, replicate
 
 
 class DataParallel(Strategy):
     """Average the gradients of all ranks in every step.
 
     θ ← θ − η·opt((1/n)·Σᵢ ∇Lᵢ(θ)): with the exact mean, n ranks with batch b compute what one rank would with
-    batch n·b. Gradients travel while the backward pass goes on. Wire bytes per rank and step: those of the
+    batch n·b. Gradients are sent while the backward pass continues. Wire bytes per rank and step: those of the
     reducer; for `mean`, 2(n−1)/n·4P.
 
     Buffers (BatchNorm's running statistics) stay local while training, where they have no effect, and are
@@ -58,7 +58,7 @@ class DataParallel(Strategy):
         """Nothing to do: parameters never differ between ranks."""
 
     def consolidate(self) -> nn.Module:
-        return consolidated(self.model, self.comm)
+        return averaged_copy(self.model, self.comm)
 
     def state_dict(self) -> dict[str, Any]:
         return {"learner": self.learner.state_dict(), "reducer": self.exchange.states}

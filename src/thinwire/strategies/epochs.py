@@ -1,4 +1,4 @@
-"""The batches of an epoch, equally many on every rank."""
+"""tw.epoch: the batches of an epoch, equally many on every rank."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from thinwire.strategies.base import Strategy
 
 
 def epoch(trainer: Strategy, batches: Iterable[Batch], comm: Comm) -> Iterator[Batch]:
-    """The batches of one epoch, equally many on every rank, and then the epoch's end. Collective.
+    """Yield the batches of one epoch, equally many on every rank, and then end the epoch. Collective.
 
-    Ranks may have different numbers of batches: all stop with the shortest, and say so, unless the strategy can do
-    without some of them for a while, as ist can. They agree on that once, or, where a number cannot be told beforehand,
-    before every batch, and then all stop with the shortest. Whoever leaves the loop early ends the epoch with
-    `trainer.end_epoch()` and, of a `tw.loader`, `batches.end_epoch()`. A loader whose state was loaded goes on in
-    mid-epoch.
+    If ranks have different numbers of batches, all ranks stop after the smallest number, and a message says so. Only
+    strategies that can train without some ranks, as ist, use all batches. Ranks agree on the number once or, if some
+    rank cannot know its number beforehand, before every batch. If you leave the loop early, call
+    `trainer.end_epoch()` and, for a `tw.loader`, `batches.end_epoch()`. A loader whose state was loaded in mid-epoch
+    continues there.
 
     >>> import thinwire as tw, torch
     >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
@@ -36,61 +36,61 @@ def epoch(trainer: Strategy, batches: Iterable[Batch], comm: Comm) -> Iterator[B
             f"epoch: {type(trainer).__name__} is not a trainer; the order is tw.epoch(trainer, batches, comm)"
         )
     iterator = iter(batches)
-    number, done = (batches.epoch, batches.batch) if isinstance(batches, Loader) else (0, 0)
+    number, num_done = (batches.epoch, batches.batch) if isinstance(batches, Loader) else (0, 0)
     if isinstance(batches, Loader):
-        _check_places(batches, comm)
-    yield from _equally_many(trainer, iterator, done, _length(batches) - done, comm)
+        _check_positions(batches, comm)
+    yield from _equally_many(trainer, iterator, num_done, _length(batches) - num_done, comm)
     trainer.end_epoch()
-    if isinstance(batches, Loader) and batches.epoch == number:  # else it saw the last batch go by itself
+    if isinstance(batches, Loader) and batches.epoch == number:  # after its last batch a loader ends its epoch itself
         batches.end_epoch()
 
 
-def _check_places(loader: Loader, comm: Comm) -> None:
-    """Stop ranks that go on from states of different steps: their models would differ from then on. Collective."""
+def _check_positions(loader: Loader, comm: Comm) -> None:
+    """Raise UsageError if ranks continue from states of different steps: their models would differ. Collective."""
     with comm.ledger.purpose("sync"):
         own = torch.tensor([loader.epoch, loader.batch, len(loader)])
-        places = [place.tolist() for place in comm.all_gather(own)]
-    steps = max(batch for _, batch, _ in places)
-    if any((epoch, batch) != (loader.epoch, min(steps, length)) for epoch, batch, length in places):
-        where = ", ".join(f"rank {r} at batch {batch} of epoch {epoch}" for r, (epoch, batch, _) in enumerate(places))
+        positions = [position.tolist() for position in comm.all_gather(own)]
+    most_done = max(batch for _, batch, _ in positions)
+    if any((epoch, batch) != (loader.epoch, min(most_done, length)) for epoch, batch, length in positions):
+        found = [f"rank {r} at batch {batch} of epoch {epoch}" for r, (epoch, batch, _) in enumerate(positions)]
         raise UsageError(
-            f"ranks are at different places: {where}; load on every rank the state of the same step (docs/library.md, "
-            "Stop and go on)"
+            f"ranks are at different positions: {', '.join(found)}; load on every rank the state of the same step "
+            "(docs/library.md, Stop and go on)"
         )
 
 
 def _equally_many(
-    trainer: Strategy, iterator: Iterator[Batch], done: int, num_left: int, comm: Comm
+    trainer: Strategy, iterator: Iterator[Batch], num_done: int, num_left: int, comm: Comm
 ) -> Iterator[Batch]:
-    """Of an epoch with so many batches behind it, and so many left; a negative number stands for one unknown."""
+    """The batches that are left of an epoch; a negative `num_left` means that their number is unknown."""
 
-    def gathered(mine: int) -> list[int]:
+    def gather(number: int) -> list[int]:
         with comm.ledger.purpose("sync"):
-            return [int(number) for number in comm.all_gather(torch.tensor([mine]))]
+            return [int(one) for one in comm.all_gather(torch.tensor([number]))]
 
-    numbers = gathered(num_left)
+    numbers = gather(num_left)
     least, most = min(numbers), max(numbers)
     if trainer.allows_uneven and least >= 0:
-        trainer.begin_epoch(done + most)
-        given = 0
-        for given, mine in enumerate(itertools.islice(iterator, num_left), 1):  # noqa: B007
-            yield mine
-        for _ in range(most - given):
+        trainer.begin_epoch(num_done + most)
+        num_given = 0
+        for num_given, batch in enumerate(itertools.islice(iterator, num_left), 1):  # noqa: B007
+            yield batch
+        for _ in range(most - num_given):
             trainer.skip_step()
         return
-    trainer.begin_epoch(done + least if least >= 0 else None)
+    trainer.begin_epoch(num_done + least if least >= 0 else None)
     if least >= 0:
         if least < most:
             say(f"ranks have {least} to {most} batches; all stop after {least}", comm.rank, once=True)
         yield from itertools.islice(iterator, least)
         return
-    while all(gathered((batch := next(iterator, None)) is not None)):
-        assert batch is not None
-        yield batch
+    while all(gather((next_batch := next(iterator, None)) is not None)):
+        assert next_batch is not None
+        yield next_batch
 
 
 def _length(batches: Iterable[Batch]) -> int:
-    """How many there are; −1 if that cannot be told. A DataLoader has a length, even where its data has none."""
+    """The number of batches; −1 if it is unknown. A DataLoader has `len` even if its data has none."""
     try:
         return len(batches) if isinstance(batches, Sized) else -1
     except TypeError:

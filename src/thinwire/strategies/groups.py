@@ -1,4 +1,4 @@
-"""Which ranks belong together."""
+"""Ranks in groups: those of each node, or neighbours in groups of equal size."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from thinwire.comm.base import Comm
 from thinwire.errors import UsageError
 
 
-def nodes_of(comm: Comm) -> list[list[int]]:
-    """The ranks of each node, as they were started."""
+def ranks_by_node(comm: Comm) -> list[list[int]]:
+    """The ranks of each node."""
     return [[r for r in range(comm.size) if comm.nodes[r] == node] for node in sorted(set(comm.nodes))]
 
 
-def groups_of(comm: Comm, size: int, option: str) -> list[list[int]]:
-    """Neighbouring ranks in groups of one size; one rank alone is a group whatever the size."""
+def equal_groups(comm: Comm, size: int, option: str) -> list[list[int]]:
+    """Neighbouring ranks in groups of one size; `option` names it in errors. A world of one rank is one group."""
     if comm.size > 1 and comm.size % size:
         possible = [n for n in range(1, comm.size) if comm.size % n == 0]
         raise UsageError(

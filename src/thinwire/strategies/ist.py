@@ -88,7 +88,7 @@ class IST(Strategy):
             self.sharded.shards[name] /= factor  # so that the whole network is the one that was given
         with comm.ledger.purpose("start"):
             self.model = self._narrow_network(self.sharded.deal(self.units))
-        self.learner, self.exchange = Learner(self.model, recipe, renewed_by="ist"), NoExchange(self.model)
+        self.learner, self.exchange = Learner(self.model, recipe, optimizer_replaced_by="ist"), NoExchange(self.model)
 
     # ---- a round: assign units, train a narrow network, collect its slices
 
@@ -121,7 +121,7 @@ class IST(Strategy):
         """Assign units anew, and make the narrow network of this rank's slices. Collective."""
         self.units = self._assign_units()
         self._set_model(self._narrow_network(self.sharded.deal(self.units)))
-        self.learner.renew(self.moments.deal(self.units))
+        self.learner.new_optimizer(self.moments.deal(self.units))
         self.steps_in_round = 0
         self.shares.begin_round()
 
@@ -130,7 +130,7 @@ class IST(Strategy):
         slice_, moments = self._slice(), self.moments.take(self.model, self.learner.optimizer)
         contribution = self.shares.contribution(self.sharded.device)
         copy_non_persistent_buffers(self.model, self.skeleton)
-        self.learner.let_go()
+        self.learner.release_model()
         self._set_model(nn.Module())  # so that nothing else keeps the tensors that are sent
         self.shares.update(self.sharded.collect(slice_, self.units, contribution))
         self.moments.collect(moments, self.units, contribution)
@@ -210,5 +210,5 @@ class IST(Strategy):
         self.units = self._assign_units()
         slice_ = {n: t for n, t in state["learner"]["model"].items() if isinstance(t, Tensor)}
         self._set_model(self._narrow_network({n: t.to(self.sharded.device, copy=True) for n, t in slice_.items()}))
-        self.learner.renew()
+        self.learner.new_optimizer()
         self.learner.load_state_dict(state["learner"])

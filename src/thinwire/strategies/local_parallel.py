@@ -100,8 +100,8 @@ class LocalParallel(Staged):
         if self.copies is not None:
             self.copies.refresh(self.learner.num_steps)
         self.gradients_to_previous.flush()
-        self.learner.drop_gradients()
-        split = self.learner.pieces
+        self.learner.zero_grad()
+        split = self.learner.micro_batches
         parts = list(zip(split(inputs), split(targets), map(fingerprint, split(batch[1])), strict=True))
         returning = self.window.crossing(self.k + 1)  # losses whose gradients the next block sends back
         losses, waiting = [], []

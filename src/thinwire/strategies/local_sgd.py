@@ -1,4 +1,4 @@
-"""Ranks that train on their own and meet now and then: local SGD, and DiLoCo, which takes a second step there."""
+"""Local SGD and DiLoCo: ranks train separately, and average their parameters every few steps."""
 
 from __future__ import annotations
 
@@ -17,103 +17,103 @@ from thinwire.reducers.base import Reducer
 from thinwire.reducers.mean import mean
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.learner import Learner, Recipe
-from thinwire.strategies.replicas import consolidated, replicate
+from thinwire.strategies.replicas import averaged_copy, replicate
 
 
 class Periodic(Strategy):
-    """Local steps; after every `every` of them, each fragment is averaged, and merged `wait` steps later.
+    """Local steps; every `every` steps each fragment of the parameters is averaged, and merged `delay` steps later.
 
-    With several fragments they take turns, evenly spread over the period, so that one at a time is on its way. The
-    end of an epoch brings all of them together.
+    Fragments take turns, evenly spread over the `every` steps, so that one at a time is in flight. At the end of an
+    epoch all of them are averaged, and all ranks are equal.
     """
 
     def __init__(
         self, model: nn.Module, recipe: Recipe, comm: Comm, reducer: Reducer, every: int, fragments: int = 1,
-        wait: int = 0, outer: Outer = Outer(),
+        delay: int = 0, outer: Outer = Outer(),
     ) -> None:  # fmt: skip
         self.shard = Shard(comm.rank, comm.size)
         self.comm = comm
         self.model = model
         self.every = every
-        self.wait = wait
+        self.delay = delay
         replicate(model, comm)
         self.learner = Learner(model, recipe)
-        self.alone = NoExchange(model)
-        own = comm.split([range(comm.size)], comm.link)  # what others send meanwhile must not come between
-        self.averaging = ParameterAverager(model, reducer, own, fragments, outer)
+        self.no_exchange = NoExchange(model)
+        own_group = comm.split([range(comm.size)], comm.link)  # so that exchanges in flight disturb no other operation
+        self.averaging = ParameterAverager(model, reducer, own_group, fragments, outer)
         starts = [(i + 1) * every // fragments % every for i in range(fragments)]
-        self.fragment_at = {steps: fragment for fragment, steps in enumerate(starts)}
+        self.fragment_at = {steps: fragment for fragment, steps in enumerate(starts)}  # steps modulo `every`
         self.num_steps = 0  # in this epoch
-        self.in_flight = 0  # steps since the exchange began
-        self.went_on = [False] * fragments  # which have taken steps since they were last exchanged
+        self.steps_in_flight = 0  # since the last exchange began
+        self.has_local_steps = [False] * fragments  # since each fragment was last exchanged
 
     def begin_epoch(self, num_steps: int | None) -> None:
         if num_steps is not None and num_steps < self.every and self.comm.size > 1:
             say(
-                f"every={self.every}, but an epoch has {num_steps} steps and ranks meet at its end: more than "
-                f"{num_steps} saves nothing. To talk less often, call trainer.step without tw.epoch",
+                f"every={self.every}, but an epoch has {num_steps} steps and ranks are averaged at its end: more than "
+                f"{num_steps} saves nothing. To communicate less often, call trainer.step without tw.epoch",
                 self.comm.rank,
                 once=True,
             )
 
     def step(self, batch: Batch) -> Tensor:
-        loss = self.learner.backward(batch, self.alone)
+        loss = self.learner.backward(batch, self.no_exchange)
         self.learner.update()
-        self.went_on = [True] * len(self.went_on)
+        self.has_local_steps = [True] * len(self.has_local_steps)
         self.num_steps += 1
-        self.in_flight += 1
-        if self.averaging.in_flight is not None and self.in_flight == self.wait:
-            self.averaging.merge()
+        self.steps_in_flight += 1
+        if self.averaging.in_flight is not None and self.steps_in_flight == self.delay:
+            self.averaging.merge()  # waits, if the result has not arrived
         fragment = self.fragment_at.get(self.num_steps % self.every)
         if fragment is not None:
-            self._start(fragment, in_background=self.wait > 0)
-            if not self.wait:
+            self._start_exchange(fragment, in_background=self.delay > 0)
+            if not self.delay:
                 self.averaging.merge()
         return loss
 
     def end_epoch(self) -> None:
         if self.averaging.in_flight is not None:
             self.averaging.merge()
-        for fragment in [i for i, went_on in enumerate(self.went_on) if went_on]:
-            self._start(fragment, in_background=False)
+        for fragment in [i for i, has_steps in enumerate(self.has_local_steps) if has_steps]:
+            self._start_exchange(fragment, in_background=False)
             self.averaging.merge()
         self.num_steps = 0
 
-    def _start(self, fragment: int, in_background: bool) -> None:
+    def _start_exchange(self, fragment: int, in_background: bool) -> None:
         self.averaging.start(fragment, in_background=in_background)
-        self.went_on[fragment] = False
-        self.in_flight = 0
+        self.has_local_steps[fragment] = False
+        self.steps_in_flight = 0
 
     @property
-    def together(self) -> bool:
-        """Whether every rank's parameters are the same."""
-        return self.averaging.in_flight is None and not any(self.went_on)
+    def is_in_sync(self) -> bool:
+        """Whether all ranks have the same parameters."""
+        return self.averaging.in_flight is None and not any(self.has_local_steps)
 
     def consolidate(self) -> nn.Module:
-        """The mean over ranks. What is under way is part of it: no rank gives up its own steps while it waits."""
-        return consolidated(self.model, self.comm, self.averaging.names if not self.together else [])
+        """The mean of the parameters of all ranks. An exchange in flight is not merged before."""
+        return averaged_copy(self.model, self.comm, self.averaging.names if not self.is_in_sync else [])
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "learner": self.learner.state_dict(), "averaging": self.averaging.state_dict(),
-            "num_steps": self.num_steps, "in_flight": self.in_flight, "went_on": list(self.went_on),
-            "period": [self.every, self.wait],
+            "num_steps": self.num_steps, "in_flight": self.steps_in_flight, "went_on": list(self.has_local_steps),
+            "period": [self.every, self.delay],
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if (len(state["went_on"]), *state["period"]) != (len(self.went_on), self.every, self.wait):
+        if (len(state["went_on"]), *state["period"]) != (len(self.has_local_steps), self.every, self.delay):
             raise RunError("the saved state is of another period, wait or number of fragments; use the same ones")
         self.averaging.load_state_dict(state["averaging"])
         self.learner.load_state_dict(state["learner"])
-        self.num_steps, self.in_flight = state["num_steps"], state["in_flight"]
-        self.went_on = list(state["went_on"])
+        self.num_steps, self.steps_in_flight = state["num_steps"], state["in_flight"]
+        self.has_local_steps = list(state["went_on"])
 
 
 class LocalSGD(Periodic):
     """Every rank trains on its own; the parameters are averaged every few steps.
 
-    xᵢ ← xᵢ − η·opt(∇Lᵢ(xᵢ)), and after each `every` steps xᵢ ← (1/n)·Σⱼ xⱼ. Wire bytes per rank and step: those of
-    the reducer / every; what it is given is the movement since the last average. Momentum stays each rank's own.
+    xᵢ ← xᵢ − η·opt(∇Lᵢ(xᵢ)), and after each `every` steps xᵢ ← (1/n)·Σⱼ xⱼ. The reducer averages the movements since
+    the last average. Wire bytes per rank and step: those of the reducer / every. Momentum stays each rank's own.
 
     Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019.
     """
@@ -125,7 +125,7 @@ class LocalSGD(Periodic):
         comm: Comm,
         /,
         *,
-        every: PositiveInt = 8,  # steps between averages; higher = fewer bytes, ranks drift further apart
+        every: PositiveInt = 8,  # steps between averages; higher = fewer bytes, ranks differ more
         reducer: Reducer = mean(),  # how the ranks' changes since the last average are averaged
     ) -> None:
         super().__init__(model, recipe, comm, reducer, every)
@@ -134,8 +134,8 @@ class LocalSGD(Periodic):
 class DiLoCo(Periodic):
     """Local SGD with an outer optimizer, whose gradient is the mean change of many local steps.
 
-    Δ = x̂ − (1/n)·Σᵢ xᵢ;  m ← μ·m + Δ;  x̂ ← x̂ − ν·(Δ + μ·m);  xᵢ ← x̂ + (what rank i learned while Δ was under way).
-    With `fragments` the model is averaged in parts that take turns, each while training goes on (streaming). Wire
+    Δ = x̂ − (1/n)·Σᵢ xᵢ;  m ← μ·m + Δ;  x̂ ← x̂ − ν·(Δ + μ·m);  xᵢ ← x̂ + (what rank i learned while Δ was in flight).
+    With `fragments` the model is averaged in parts that take turns, each while training continues (streaming). Wire
     bytes per rank and step: those of the reducer / every. The inner optimizer's state stays each rank's own.
 
     Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; and "Streaming DiLoCo
@@ -149,7 +149,7 @@ class DiLoCo(Periodic):
         comm: Comm,
         /,
         *,
-        every: PositiveInt = 16,  # steps between outer steps; higher = fewer bytes, ranks drift further apart
+        every: PositiveInt = 16,  # steps between outer steps; higher = fewer bytes, ranks differ more
         outer_lr: PositiveFloat = 0.7,  # ν: learning rate of the outer optimizer; 1 = all the way to the mean
         outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5,  # μ: outer momentum; try 0.9 for long runs
         fragments: PositiveInt = 1,  # parts of the model, exchanged in turn; more = smaller messages, more often
@@ -166,12 +166,12 @@ class DiLoCo(Periodic):
                 f"diloco: wait={wait}, but after {longest} steps the next exchange begins "
                 f"(every={every}, fragments={fragments}); possible: 0 to {longest}"
             )
-        chosen = wait if wait is not None else (0 if fragments == 1 else longest)
-        super().__init__(model, recipe, comm, reducer, every, fragments, chosen, Outer(outer_lr, outer_momentum))
+        delay = wait if wait is not None else (0 if fragments == 1 else longest)
+        super().__init__(model, recipe, comm, reducer, every, fragments, delay, Outer(outer_lr, outer_momentum))
         inner = max(group.get("momentum", 0.0) for group in self.learner.optimizer.param_groups)
         if min(inner, outer_momentum) > 0.5:
             say(
-                f"diloco: momentum {inner} inside and outer_momentum={outer_momentum} push the same way "
-                "twice; the run may diverge: try outer_momentum=0.5, or adamw inside",
+                f"diloco: the optimizer's momentum of {inner} and outer_momentum={outer_momentum} add up, and the run "
+                "may diverge; try outer_momentum=0.5, or the optimizer adamw",
                 comm.rank,
             )

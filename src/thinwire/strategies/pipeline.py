@@ -78,13 +78,13 @@ class Pipeline(Staged):
         if not self.has_begun:
             self.begin(inputs)
         num_micro_batches = self._num_micro_batches(len(inputs))
-        self.learner.drop_gradients()
+        self.learner.zero_grad()
         sending = self._exchange_fingerprints(fingerprint(batch[1]))
         self.learner.loss = self.pipe.step(inputs, targets, num_micro_batches)
         if sending is not None:
             sending.wait()
         self.exchange.finish()
-        self.learner.update(over_all=self._norm_over_stages)
+        self.learner.update(total_norm=self._norm_over_stages)
         return self.learner.loss
 
     def _num_micro_batches(self, size: int) -> int:

@@ -36,8 +36,8 @@ def prepare(
     """A trainer for your model: the strategy that a spec names, ready to `step`.
 
     `optimizer` is a factory because some strategies make parameters in mid-run. `schedule` maps a step to a factor of
-    the learning rate that the optimizer has; torch's schedulers may set that too. `epochs` is how many there will be,
-    for strategies that have phases. All ranks start from rank 0's weights.
+    the optimizer's learning rate, which torch's schedulers may change too. `epochs` is the number of epochs of the
+    run, for strategies that have phases. All ranks start from rank 0's weights.
 
     >>> import thinwire as tw, torch
     >>> with tw.join() as comm:
@@ -52,7 +52,7 @@ def prepare(
     _check_model(model)
     refuse_moved_to_meta(model)
     refuse_unfit(model, "prepare")
-    recipe = Recipe(_checked(loss), optimizer, schedule, clip_norm, accumulate, autocast, epochs)
+    recipe = Recipe(_with_checked_result(loss), optimizer, schedule, clip_norm, accumulate, autocast, epochs)
     strategy: Strategy = registry.build("strategies", spec, model, recipe, comm)
     return strategy
 
@@ -69,7 +69,7 @@ def _check_options(optimizer: Any, loss: Any, clip_norm: float | None, accumulat
     if clip_norm is not None and not clip_norm > 0:
         raise UsageError(f"clip_norm={clip_norm}; possible: more than 0, or None to leave gradients as they are")
     if epochs is not None and (epochs < 1 or epochs != int(epochs)):
-        raise UsageError(f"epochs={epochs}; give how many there will be, 1 or more, or leave it out")
+        raise UsageError(f"epochs={epochs}; give the number of epochs of the run, 1 or more, or leave it out")
 
 
 def _check_model(model: nn.Module) -> None:
@@ -77,28 +77,28 @@ def _check_model(model: nn.Module) -> None:
         raise UsageError(f"model={model!r}; give a module, as torch.nn.Linear(20, 2)")
     if isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel):
         raise UsageError(
-            "model is wrapped in DistributedDataParallel, which would average gradients a second time; give the model "
-            "in it, model.module, or keep the DDP and your loop: tw.attach"
+            "model is wrapped in DistributedDataParallel, which would average gradients a second time; give the "
+            "wrapped model, model.module, or keep DDP and your own loop, and use tw.attach"
         )
 
 
-def _checked(loss: Loss) -> Loss:
-    """The same loss, but what is no tensor is refused by name."""
+def _with_checked_result(loss: Loss) -> Loss:
+    """The same loss, but a result that is not a tensor raises UsageError."""
 
     def checked(output: Any, targets: Tensor) -> Tensor:
-        found = loss(output, targets)
-        if not isinstance(found, Tensor):
+        result = loss(output, targets)
+        if not isinstance(result, Tensor):
             raise UsageError(
-                f"the loss ({getattr(loss, '__name__', loss)}) returned a {type(found).__name__}; return the mean over "
-                "the batch as a tensor, without .item()"
+                f"the loss ({getattr(loss, '__name__', loss)}) returned a {type(result).__name__}; return the mean "
+                "over the batch as a tensor, without .item()"
             )
-        return found
+        return result
 
     return checked
 
 
 def _check_schedule(schedule: Callable[[int], float]) -> None:
-    """Refuse what is no function from steps to factors: before the first step."""
+    """Raise UsageError before the first step if this is not a function from a step to a finite factor."""
     try:
         wrong = None if math.isfinite(schedule(0)) else f"schedule(0) is {schedule(0)}"
     except Exception as error:

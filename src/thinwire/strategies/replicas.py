@@ -1,4 +1,4 @@
-"""Equal weights on all ranks: at the start, and in the model that is handed out."""
+"""Make the replicas of a model equal on all ranks: at the start, and in a copy for the user."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from thinwire.common.tensors import named_persistent_buffers
 
 
 def replicate(model: nn.Module, comm: Comm) -> None:
-    """Give every rank rank 0's parameters and buffers; say so if they were not equal."""
+    """Broadcast rank 0's parameters and buffers; tell the user if some rank had others."""
     refuse_meta(model)
     tensors = [*model.parameters(), *model.buffers()]
     before = [t.detach().clone() for t in tensors]
@@ -26,17 +26,19 @@ def replicate(model: nn.Module, comm: Comm) -> None:
 
 
 def say_if_changed(before: Sequence[Tensor], after: Sequence[Tensor], comm: Comm) -> None:
-    """Say how many ranks do not begin with the weights that they were given. Collective."""
+    """Tell the user how many ranks begin with other weights than their own. Collective."""
     changed = not all(torch.equal(old, new) or old.isnan().any() for old, new in zip(before, after, strict=True))
-    others = int(torch.cat(comm.all_gather(torch.tensor([changed], dtype=torch.uint8))).sum())
-    if others:
-        say(f"the model differed between ranks; {others} of {comm.size} now begin with rank 0's weights", comm.rank)
+    num_changed = int(torch.cat(comm.all_gather(torch.tensor([changed], dtype=torch.uint8))).sum())
+    if num_changed:
+        say(
+            f"the model differed between ranks; {num_changed} of {comm.size} now begin with rank 0's weights", comm.rank
+        )
 
 
 def average_buffers(model: nn.Module, comm: Comm) -> None:
     """Make buffers equal on all ranks: the mean of floating-point and complex ones, rank 0's value of the others.
 
-    Only those that are part of the model's state: the others are caches that every rank computes for itself.
+    Only buffers in the model's state_dict: the others are caches that every rank computes for itself.
     """
     buffers = list(named_persistent_buffers(model).values())
     with comm.ledger.purpose("sync", instead_of="train"):
@@ -44,10 +46,10 @@ def average_buffers(model: nn.Module, comm: Comm) -> None:
         coalesced([b for b in buffers if not is_averaged(b)], comm.broadcast)
 
 
-def consolidated(model: nn.Module, comm: Comm, apart: Sequence[str] = ()) -> nn.Module:
-    """A copy of a model, equal on all ranks: the mean of those parameters that may differ between them."""
-    whole = copy.deepcopy(model)
+def averaged_copy(model: nn.Module, comm: Comm, differing: Sequence[str] = ()) -> nn.Module:
+    """A copy of a model, equal on all ranks: buffers, and the parameters named in `differing`, are averaged."""
+    averaged = copy.deepcopy(model)
     with comm.ledger.purpose("sync", instead_of="train"):
-        coalesced([whole.get_parameter(name) for name in apart], comm.mean)
-    average_buffers(whole, comm)
-    return whole
+        coalesced([averaged.get_parameter(name) for name in differing], comm.mean)
+    average_buffers(averaged, comm)
+    return averaged

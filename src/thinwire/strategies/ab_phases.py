@@ -1,0 +1,127 @@
+"""The phases of AB-training as plain data: which step belongs to which phase."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import Field
+
+from thinwire.common.messages import say
+from thinwire.errors import UsageError
+
+Phase = Literal["warmup", "ab", "rebound"]
+Length = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+LengthOrZero = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+# The authors' VGG16 on CIFAR-10 ran 150 epochs of 48 steps with S = 759, D = 60, R = 267.
+SYNC_SHARE = 759 / 7200  # S as a part of the run
+REBOUND_SHARE = 60 / 759  # D as a part of S
+CLIMB_SHARE = 267 / 759  # R as a part of S
+WARMUP_SYNCS = 2  # Wu as a multiple of S; the authors' 5.7 would send most of the bytes of data parallelism
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Which phase each step belongs to: Wu, S, D and R of the paper, in steps.
+
+    >>> Phases(warmup=4330, every=759, rebound=60, climb=267).starts(5400)
+    [(0, 'warmup'), (4330, 'ab'), (4554, 'rebound'), (4614, 'ab'), (5313, 'rebound'), (5373, 'ab')]
+    """
+
+    warmup: int  # Wu: steps at full rank before the first factors
+    every: int  # S: groups sync before each step that is a multiple of this
+    rebound: int  # D: steps at full rank after a sync
+    climb: int  # R: steps of learning-rate warm-up after each change of phase
+
+    def at(self, step: int) -> Phase:
+        """The phase of a step; steps count from 0."""
+        last_sync = step // self.every * self.every
+        if step < self.warmup:
+            return "warmup"
+        return "rebound" if last_sync > self.warmup and step < last_sync + self.rebound else "ab"
+
+    def starts(self, num_steps: int) -> list[tuple[int, Phase]]:
+        """The first step of every phase of a run."""
+        phases = [self.at(step) for step in range(num_steps)]
+        return [(i, phase) for i, phase in enumerate(phases) if i == 0 or phase != phases[i - 1]]
+
+    def say_if_no_sync(self, num_steps: int, rank: int) -> None:
+        """Tell the user if a run is too short for a sync before its end."""
+        if 0 < num_steps <= (self.warmup // self.every + 1) * self.every:  # the step of the first sync
+            say(
+                f"ab: groups sync every {self.every} steps, but the run has {num_steps} steps, so they sync only at "
+                "its end; a shorter sync_every makes them sync during the run",
+                rank,
+                once=True,
+            )
+
+    def lr_warmup(self, step: int, phase_start: int) -> float:
+        """How much of the learning-rate warm-up is done, from 0 to 1. The first phase of a run has none."""
+        return min(1.0, (step - phase_start) / self.climb) if phase_start and self.climb else 1.0
+
+
+class PhaseLengths(NamedTuple):
+    """The lengths of phases as a user gives them, in steps or epochs. None = a default that follows from the run."""
+
+    every: float | None = None
+    warmup: float | None = None
+    rebound: float | None = None
+    climb: float | None = None
+    unit: Literal["steps", "epochs"] = "steps"
+
+    def phases_before_first_epoch(self, epochs: int | None) -> Phases | None:
+        """The phases if all lengths are in steps; None if they depend on the length of an epoch."""
+        if self.unit == "steps" and self.every is not None:
+            return self.phases(None, 0)
+        if epochs is None:
+            raise UsageError(
+                "ab has phases, so it must know how long the run is: prepare(…, epochs=90), and tw.epoch(trainer, "
+                "batches, comm) for each of them; or give ab(sync_every=…) in steps"
+            )
+        return None
+
+    def phases(self, epochs: int | None, epoch_steps: int) -> Phases:
+        """The phases of a run of `epochs` epochs of `epoch_steps` steps.
+
+        >>> PhaseLengths().phases(epochs=10, epoch_steps=100)
+        Phases(warmup=210, every=105, rebound=8, climb=37)
+        >>> PhaseLengths(every=2, warmup=3, unit="epochs").phases(epochs=10, epoch_steps=100)
+        Phases(warmup=300, every=200, rebound=16, climb=70)
+        """
+        self._check_whole_steps()
+
+        def in_steps(length: float | None, default: float, least: int) -> int:
+            scale = epoch_steps if self.unit == "epochs" else 1
+            return max(least, round(default if length is None else length * scale))
+
+        total = (epochs or 0) * epoch_steps
+        every = in_steps(self.every, total * SYNC_SHARE, least=2)
+        warmup = every * WARMUP_SYNCS if self.every else min(every * WARMUP_SYNCS, total / 2)
+        rebound = in_steps(self.rebound, every * REBOUND_SHARE, least=1)
+        climb = in_steps(self.climb, every * CLIMB_SHARE, least=0)
+        phases = Phases(in_steps(self.warmup, warmup, least=0), every, rebound, climb)
+        if phases.rebound >= phases.every:
+            raise UsageError(
+                f"ab: a rebound of {phases.rebound} steps leaves none of the {phases.every} steps between two syncs; "
+                "try a shorter rebound, or a longer sync_every"
+            )
+        if total and phases.warmup >= total:
+            raise UsageError(
+                f"ab: the warm-up of {phases.warmup} steps is not shorter than the run of {total} ({epochs} epochs of "
+                f"{epoch_steps}); try warmup={_fifth(total, epoch_steps, self.unit)}, more epochs, or leave it out"
+            )
+        return phases
+
+    def _check_whole_steps(self) -> None:
+        if self.unit == "epochs":
+            return
+        for name, length in zip(("sync_every", "warmup", "rebound", "climb"), self[:4], strict=True):
+            if length is not None and length != round(length):
+                raise UsageError(f"ab: {name}={length} steps; give a whole number, or ab({name}={length}, unit=epochs)")
+        if self.every == 1:
+            raise UsageError("ab: sync_every=1 leaves no step in which groups train separately; try 20 or more")
+
+
+def _fifth(total: int, epoch_steps: int, unit: str) -> str:
+    """A fifth of a run, in the user's unit."""
+    return f"{total // 5}" if unit == "steps" else f"{total / epoch_steps / 5:.2g} (epochs)"
