@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -31,9 +32,16 @@ def layer(module: str) -> str:
     return module.split("/")[0]
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports(path: Path, everywhere: bool = True) -> set[str]:
     """Modules that a file imports; with everywhere=False, only those that importing it imports."""
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     nodes = ast.walk(tree) if everywhere else iter(tree.body)
     found: set[str] = set()
     for node in nodes:
@@ -44,6 +52,7 @@ def imports(path: Path, everywhere: bool = True) -> set[str]:
     return found
 
 
+@cache
 def own(path: Path) -> set[str]:
     """Modules of this project that a file imports."""
     modules = {name(p) for p in FILES}

@@ -1,7 +1,8 @@
-"""Fixtures, and a check after every test that it left nothing running and nothing changed."""
+"""Fixtures, the order of the tests and which of them are quick; and each test must leave nothing running or changed."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import tempfile
@@ -9,7 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 import pytest
@@ -22,12 +25,68 @@ from tests.worlds import ProcessWorlds, on_threads
 from thinwire.comm.base import Comm
 
 torch.set_num_threads(1)  # tests run beside each other, one a core
+os.environ["OMP_NUM_THREADS"] = "1"  # so do the programs that they start
+
+
+# ---- which tests are quick, and their order
+
+PROCESS_FIXTURES = {"program_server", "process_world"}
+PROCESS_NAMES = {"subprocess", "multiprocessing", "sync_playwright", "ends_of"}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "quick: runs in this process alone (set in conftest.py); see make quick")
+    config.addinivalue_line("markers", "slow: runs in this process, but is left out of make quick")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests that start no process as quick, and run the longest first, so that no worker is left with one."""
+    for item in items:
+        if not _starts_processes(item) and not item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.quick)
+    items.sort(key=_order)
+
+
+def _order(item: pytest.Item) -> tuple[float, bool]:
+    """First what may take longer than others, then what starts programs, then the rest as it is in the files."""
+    timeout = item.get_closest_marker("timeout")
+    return -(timeout.args[0] if timeout else 0.0), "program_server" not in getattr(item, "fixturenames", ())
+
+
+def _starts_processes(item: pytest.Item) -> bool:
+    """Whether a test starts a process, by its fixtures or in a function of the tests that it calls."""
+    if PROCESS_FIXTURES & set(getattr(item, "fixturenames", ())):
+        return True
+    case = getattr(item, "callspec", None)
+    return (case is not None and case.params.get("world") == "processes") or _mentions_processes(item.function)  # type: ignore[attr-defined]
+
+
+@cache
+def _mentions_processes(function: FunctionType) -> bool:
+    function = inspect.unwrap(function)
+    names = _names(function.__code__)
+    called = (function.__globals__.get(name) for name in names)
+    return bool(names & PROCESS_NAMES) or any(
+        _mentions_processes(one)
+        for one in called
+        if isinstance(one, FunctionType) and one.__module__.startswith("tests.") and inspect.unwrap(one) is not function
+    )
+
+
+def _names(code: CodeType) -> set[str]:
+    """Names that a function uses, also in the functions inside it."""
+    return set(code.co_names).union(*(_names(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+
+
+# ---- fixtures
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_temporary_folder() -> Iterator[None]:
-    """What tests start has a folder of its worker's: comparisons in two of them need not wait for each other."""
+def _own_temporary_folder(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Programs that tests start use a folder of this worker, so that comparisons of two workers do not wait for each
+    other. What torch compiles is kept from one run of the tests to the next."""
     before = os.environ.get("TMPDIR", tempfile.gettempdir())  # which this process goes on with
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(pytestconfig.rootpath / ".pytest_cache" / "inductor")
     with tempfile.TemporaryDirectory(prefix="tw-") as folder:
         os.environ["TMPDIR"] = folder
         yield

@@ -6,11 +6,8 @@ import ast
 import subprocess
 import sys
 from graphlib import TopologicalSorter
-from pathlib import Path
 
-import pytest
-
-from tests.architecture import FILES, LAYERS, PAGE, SOURCE, graph, imports, layer, name, own, written
+from tests.architecture import FILES, LAYERS, PAGE, SOURCE, graph, imports, layer, name, own, parsed, written
 from thinwire.registry.table import TABLE
 
 NO_TORCH = ("errors", "spec", "registry", "config", "netlab", "compare", "cli", "__main__")  # so that they start fast
@@ -36,10 +33,13 @@ MAY_USE_DISTRIBUTED = {
 }
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if name(p) != "__init__"], ids=name)
-def test_imports_go_one_way_down(path: Path) -> None:
-    for module in own(path):
-        assert LAYERS.index(layer(module)) <= LAYERS.index(layer(name(path))), f"{name(path)} imports {module}"
+def test_imports_go_one_way_down() -> None:
+    assert not [
+        f"{name(path)} imports {module}"
+        for path in FILES
+        for module in own(path)
+        if name(path) != "__init__" and LAYERS.index(layer(module)) > LAYERS.index(layer(name(path)))
+    ]
 
 
 def test_strategies_do_not_import_each_other() -> None:
@@ -56,33 +56,38 @@ def test_reducers_may_build_on_each_other_but_not_in_a_circle() -> None:
     TopologicalSorter(reducers).prepare()  # raises CycleError
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in FILES if layer(name(p)) in NO_TORCH or name(p) in NO_TORCH_MODULES], ids=name
-)
-def test_what_must_start_fast_imports_no_torch(path: Path) -> None:
-    assert not {m for m in imports(path, everywhere=False) if m.split(".")[0] == "torch"}
+def test_what_must_start_fast_imports_no_torch() -> None:
+    fast = [path for path in FILES if layer(name(path)) in NO_TORCH or name(path) in NO_TORCH_MODULES]
+    assert {layer(name(path)) for path in fast} >= set(NO_TORCH)
+    assert {name(path) for path in fast} >= NO_TORCH_MODULES
+    assert not [name(path) for path in fast if "torch" in {m.split(".")[0] for m in imports(path, everywhere=False)}]
 
 
-@pytest.mark.parametrize("path", FILES, ids=name)
-def test_few_files_talk_to_torch_distributed(path: Path) -> None:
-    if name(path) not in MAY_USE_DISTRIBUTED:
-        assert not {m for m in imports(path) if m.startswith("torch.distributed")}
+def test_few_files_talk_to_torch_distributed() -> None:
+    using = {name(path) for path in FILES if any(m.startswith("torch.distributed") for m in imports(path))}
+    assert using <= MAY_USE_DISTRIBUTED
 
 
-@pytest.mark.parametrize("path", FILES, ids=name)
-def test_nothing_from_peers_or_files_is_evaluated(path: Path) -> None:
+def test_nothing_from_peers_or_files_is_evaluated() -> None:
     """eval, exec, torch.load and object collectives run what others wrote; pickle is read in one guarded place."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-        assert called not in {"eval", "exec", "torch.load", "pickle.load", "pickle.loads"}, f"line {node.lineno}"
-        assert "_object" not in called, f"line {getattr(node, 'lineno', 0)}: {called}"
+    called = [
+        (ast.unparse(node.func), f"{name(path)}, line {node.lineno}")
+        for path in FILES
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Call)
+    ]
+    never = {"eval", "exec", "torch.load", "pickle.load", "pickle.loads"}
+    assert not [(function, where) for function, where in called if function in never or "_object" in function]
 
 
-@pytest.mark.parametrize("path", FILES, ids=name)
-def test_public_functions_and_classes_say_what_they_do(path: Path) -> None:
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
-            assert ast.get_docstring(node), f"{name(path)}.{node.name} has no docstring"
+def test_public_functions_and_classes_say_what_they_do() -> None:
+    assert not [
+        f"{name(path)}.{node.name} has no docstring"
+        for path in FILES
+        for node in parsed(path).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+        if not ast.get_docstring(node)
+    ]
 
 
 def test_every_module_is_in_a_layer() -> None:

@@ -23,10 +23,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONT
 MODULES = [m.name for m in pkgutil.walk_packages(thinwire.__path__, "thinwire.") if not m.name.endswith("__main__")]
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_examples_in_docstrings(name: str) -> None:
-    result = doctest.testmod(importlib.import_module(name))
-    assert result.failed == 0
+def test_examples_in_docstrings() -> None:
+    assert not [name for name in MODULES if doctest.testmod(importlib.import_module(name)).failed]
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -53,7 +51,7 @@ def test_commands_work_in_order(page: Path, tmp_path: Path) -> None:
             if command.startswith("make"):
                 assert re.search(rf"^{command.split()[1]}:", (ROOT / "Makefile").read_text(), re.M)
             elif command:
-                call(command, tmp_path)
+                call(re.sub(r"--link \d+mbit", "--link 500mbit", command), tmp_path)  # to wait less
 
 
 def call(command: str, folder: Path) -> str:
@@ -75,7 +73,7 @@ def test_the_demo_reaches_95_percent_and_writes_its_report(tmp_path: Path) -> No
     ).stdout.splitlines()
     command = next(line for line in lines if "thinwire compare" in line)
     command = command.removeprefix(".venv/bin/")
-    for there, sooner in (("--seeds 2", "--seeds 1"), ("--link 100mbit", "--link 1gbit")):
+    for there, sooner in (("--seeds 2", "--seeds 1"), (" --link 100mbit", "")):
         assert there in command
         command = command.replace(there, sooner)
     call(f"{command} --out demo", tmp_path)

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 import thinwire as tw
 from tests.reducers.test_laws import SPECS, tensors
 from tests.reducers.test_laws import steps as reducer_steps
-from tests.strategies.test_laws import batches, epochs, same, sgd, steps, weights
+from tests.training import batches, epochs, same, seeded, sgd, steps, weights
 from tests.worlds import ProcessWorlds, on_threads
 from thinwire.comm.base import Comm
 from thinwire.reducers.base import Named
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
-torch.manual_seed(0)  # this process's model is that of others
-NET = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
+NET = seeded(0, lambda: nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3)))
 
 
 def every_operation(comm: Comm) -> list[tuple[str, list[float]]]:
@@ -295,7 +294,6 @@ class Waves(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(3)  # this process's model is that of others
         generator = torch.Generator().manual_seed(3)
         self.spread = nn.Conv2d(2, 4, 3, bias=False).to(memory_format=torch.channels_last)
         self.turn = nn.Parameter(torch.randn(4, 3, dtype=torch.complex64, generator=generator))
@@ -305,7 +303,7 @@ class Waves(nn.Module):
         return (spread.to(torch.complex64) @ self.turn).abs()
 
 
-WAVES = Waves()
+WAVES = seeded(3, Waves)
 
 
 def waves_trained(comm: Comm, device: str, reducer: str) -> dict[str, Tensor]:

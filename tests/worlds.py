@@ -11,12 +11,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import pytest
+
 import thinwire as tw
 from thinwire.comm import process_groups
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.store import loopback_store
 
 REPLY_SECONDS = 100
+World = Callable[..., list[Any]]  # run(function, ranks, *args) → each rank's result
+
+
+def worlds(threads: list[int], processes: list[int]) -> pytest.MarkDecorator:
+    """Run a test with `world` and `ranks`: worlds of so many threads, and of so many processes."""
+    cases = [("threads", n) for n in threads] + [("processes", n) for n in processes]
+    return pytest.mark.parametrize(("world", "ranks"), cases, indirect=["world"])
 
 
 def on_threads(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from tests.reducers.test_laws import SPECS
-from tests.strategies.test_laws import same, weights
+from tests.training import same, weights
 from tests.worlds import ProcessWorlds
 from thinwire import registry
 from thinwire.comm.base import Comm

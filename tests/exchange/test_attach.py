@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
-from tests.strategies.test_data_parallel import DEEP, PLAIN
-from tests.strategies.test_laws import batches, same, sgd, weights
+from tests.training import DEEP, PLAIN, batches, same, sgd, weights
 from tests.worlds import ProcessWorlds
 from thinwire.comm.base import Comm
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("program_server")
 ROOT = Path(__file__).parent.parent.parent
 SCRATCH = tempfile.mkdtemp(prefix="tw-")  # short: the path of a socket has a limit
 FAST = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100", "TMPDIR": SCRATCH}
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,9 +37,12 @@ def scratch() -> Iterator[None]:
     shutil.rmtree(SCRATCH)
 
 
-def start(*args: str, env: dict[str, str] = FAST, program: tuple[str, ...] = ("-m", "thinwire")) -> Any:
+def start(
+    *args: str, env: dict[str, str] = FAST, program: Sequence[str] = ("-m", "thinwire"),
+    python: Sequence[str] = (sys.executable,),
+) -> Any:  # fmt: skip
     return subprocess.Popen(
-        [sys.executable, *program, *args], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        [*python, *program, *args], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         start_new_session=True,
     )  # fmt: skip
 
@@ -54,11 +58,11 @@ def finish(process: Any, seconds: float = 90) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def run_quickly(*args: str) -> tuple[int, str, str]:
+def run_quickly(*args: str, env: dict[str, str] = FAST) -> tuple[int, str, str]:
     """Train, started from a process that has imported torch."""
     command = [*programs.PYTHON, "-m", "thinwire", "train", *args]
     with tempfile.TemporaryFile("w+") as session:
-        noted = {**FAST, programs.NOTE: str(session.fileno())}
+        noted = {**env, programs.NOTE: str(session.fileno())}
         done = subprocess.run(
             command, env=noted, text=True, capture_output=True, timeout=90, check=False, pass_fds=[session.fileno()]
         )
@@ -152,10 +156,10 @@ def test_kill_9_without_restart_names_the_rank_and_resume_goes_on(tmp_path: Path
 
 def test_torchruns_own_restarts_resume_too(tmp_path: Path, undisturbed: Path) -> None:
     task = noisy(fault="kill", rank=1, step=17, once=str(tmp_path / "killed"))
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+    ranks = [*programs.PYTHON, "-m", "thinwire", "train", "--task", task, "--checkpoint-every", "4"]
     code, _, err = run(
-        "-m", "thinwire", "train", "--task", task, "--checkpoint-every", "4", "--out", str(tmp_path / "run"),
-        program=torchrun, env={**FAST, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        "--standalone", "--max-restarts", "1", "--no-python", *ranks, "--out", str(tmp_path / "run"),
+        program=TORCHRUN, env={**FAST, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
     )  # fmt: skip
     assert code == 0, err
     assert "resuming at step 16" in err
@@ -215,12 +219,9 @@ def test_a_signal_ends_all_ranks_and_what_is_finished_is_kept(tmp_path: Path, si
 
 
 def test_torchrun_worlds_are_joined(tmp_path: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port")
-    port = free_port()
-    code, out, err = run(
-        port, "-m", "thinwire", "train", "--task", "digits", "--epochs", "1", "--resume", "--out", f"{tmp_path}/run",
-        program=torchrun,
-    )  # fmt: skip
+    at_port = ("--master-addr", "127.0.0.1", "--master-port", free_port())
+    train = ("-m", "thinwire", "train", "--task", "digits", "--epochs", "1", "--resume", "--out", f"{tmp_path}/run")
+    code, out, err = run(*at_port, *train, program=TORCHRUN)
     assert code == 0, err
     assert err.count(f"no run in {tmp_path / 'run'} yet: starting one") == 1
     assert "2 ranks" in out
@@ -232,11 +233,16 @@ def free_port() -> str:
         return str(free.getsockname()[1])
 
 
-def run_ranks(script: Path, num_ranks: int, port: str, *more: dict[str, str]) -> None:
+def run_ranks(
+    script: Path, num_ranks: int, port: str, *more: dict[str, str], python: Sequence[str] = programs.PYTHON
+) -> None:
     """A script on ranks that were started by hand, some with more variables; each must end well."""
     env = {**FAST, "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     each = [*more, *[{}] * (num_ranks - len(more))]
-    ranks = [start(env={**env, "RANK": str(rank), **each[rank]}, program=(str(script),)) for rank in range(num_ranks)]
+    ranks = [
+        start(env={**env, "RANK": str(rank), **each[rank]}, program=(str(script),), python=python)
+        for rank in range(num_ranks)
+    ]
     for rank in ranks:
         code, _, err = finish(rank, 60)
         assert code == 0, err
@@ -261,8 +267,8 @@ def test_a_process_can_join_leave_and_join_again(tmp_path: Path) -> None:
         "import os; os.write(1, f'joined {i + 1} times\\n'.encode())\n"
     )
     port = free_port()
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port")
-    code, out, err = finish(start(port, str(script), program=torchrun), 60)
+    at_port = ("--master-addr", "127.0.0.1", "--master-port", port)
+    code, out, err = run(*at_port, "--no-python", *programs.PYTHON, str(script), program=TORCHRUN)
     assert code == 0, err
     assert out.count("joined 4 times") == 2
     run_ranks(script, 2, port)  # rank 0 has the store this time
@@ -279,13 +285,13 @@ def test_processes_that_leave_right_after_their_last_step_end_well(tmp_path: Pat
         "                         loss=torch.nn.functional.mse_loss, comm=comm)\n"
         "    for _ in range(3): trainer.step((x, x))\n"
     )
-    run_ranks(script, 4, free_port())
+    run_ranks(script, 4, free_port(), python=[sys.executable])
 
 
 def test_a_rank_that_waits_for_others_says_so(tmp_path: Path) -> None:
     port = free_port()
     env = {**FAST, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    process = start("train", "--out", str(tmp_path / "run"), env=env)
+    process = start("train", "--out", str(tmp_path / "run"), env=env, python=programs.PYTHON)
     line = process.stderr.readline()
     process.kill()
     process.communicate()
@@ -296,7 +302,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         env = {**FAST, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        code, _, err = run("train", "--out", str(tmp_path / "run"), env=env)
+        code, _, err = run("train", "--out", str(tmp_path / "run"), env=env, python=programs.PYTHON)
     assert code == 2
     assert f"127.0.0.1:{port} is in use; set MASTER_PORT" in err
     assert "Traceback" not in err
@@ -304,14 +310,14 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 
 def test_ranks_and_launcher_listen_on_loopback_alone(tmp_path: Path) -> None:
     task = noisy(fault="listeners", rank=1, step=2)
-    code, _, err = run_quickly("--task", task, "--ranks", "2", "--epochs", "1", "--out", str(tmp_path / "run"))
+    env = {name: value for name, value in FAST.items() if name != "OMP_NUM_THREADS"}
+    code, _, err = run_quickly("--task", task, "--ranks", "2", "--epochs", "1", "--out", str(tmp_path / "run"), env=env)
     assert code == 0, err
     line = next(line for line in err.splitlines() if line.startswith("LISTENING"))
     addresses = line.split()[1:]
     assert addresses, "there are listeners to look at"
     cores = len(os.sched_getaffinity(0))
-    expected = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // 2 - 1))
-    assert f"THREADS {expected}" in err
+    assert f"THREADS {max(1, cores // 2 - 1)}" in err
     loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
     assert set(addresses) <= loopback
 

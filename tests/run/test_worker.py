@@ -301,7 +301,7 @@ def check_factored(folder: Path, summary: dict[str, Any]) -> None:
 
 
 IN_BLOCKS = {
-    "model": "mlp(width=32, depth=3, norm=True)", "optimizer": "adamw", "lr": 0.01, "epochs": 2, "checkpoint_every": 1,
+    "model": "mlp(width=32, depth=3, norm=True)", "optimizer": "adamw", "lr": 0.01, "epochs": 2, "checkpoint_every": 9,
     "keep": 1000,
 }  # fmt: skip
 CUT = {"local": "local_parallel(blocks=2, head=readout(every=4), window=2)", "pipeline": "pipeline(blocks=2)"}
@@ -342,7 +342,7 @@ def test_a_run_in_blocks_goes_on_exactly_and_tells_of_its_exits(
 
 NARROW = {
     "strategy": "ist(local_steps=7)", "model": "mlp(width=32, norm=True)", "optimizer": "adamw", "lr": 0.01,
-    "epochs": 2, "checkpoint_every": 1, "keep": 1000,
+    "epochs": 2, "checkpoint_every": 13, "keep": 1000,
 }  # fmt: skip
 
 

@@ -7,7 +7,6 @@ import gc
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import thinwire as tw
-from tests.strategies.test_laws import batches, same, sgd, small_net, steps, trainer, weights
-from tests.worlds import ProcessWorlds
+from tests.training import MODELS, batches, same, seeded, sgd, steps, trainer, weights
+from tests.worlds import ProcessWorlds, World
 from thinwire.comm.base import Comm
 from thinwire.comm.wire_bytes import all_reduce_bytes
 from thinwire.errors import RunError, UsageError
@@ -27,7 +26,6 @@ from thinwire.strategies.ab_phases import PhaseLengths, Phases
 from thinwire.surgery.lowrank import Factored, decompose, factor, set_factors
 from thinwire.surgery.moments import resize_state, rotate_state
 
-World = Callable[..., list[Any]]
 PAPER = Phases(warmup=4330, every=759, rebound=60, climb=267)
 SPEC = "ab(sync_every=6, warmup=2, rebound=2, climb=0, cutoff={cutoff}, sync={sync}, group_size={group})"
 
@@ -269,7 +267,7 @@ def stays_full(comm: Comm) -> tuple[bool, dict[str, Any], bool]:
 
 
 def same_type(strategy: AB) -> bool:
-    return [type(m) for m in strategy.consolidate(factored=True)] == [type(m) for m in small_net()]
+    return [type(m) for m in strategy.consolidate(factored=True)] == [type(m) for m in MODELS[0]]
 
 
 def test_a_layer_that_would_gain_nothing_stays_full_and_that_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -385,7 +383,7 @@ def test_a_model_that_is_tested_is_no_sync() -> None:
 
 
 def with_a_frozen_layer(comm: Comm) -> bool:
-    model = small_net()
+    model = copy.deepcopy(MODELS[0])
     model[0].requires_grad_(False)
     strategy = tw.prepare(made(), model=model, optimizer=sgd, loss=nn.functional.cross_entropy, comm=comm)
     steps(strategy, batches(4, 24))
@@ -459,7 +457,7 @@ def in_rebound(comm: Comm, moments: str, optimizer: str) -> tuple[list[bool], di
     spec = f"ab(sync_every=6, warmup=2, rebound=3, climb=1, cutoff=0.7, moments={moments})"
     strategy = tw.prepare(
         spec,
-        model=small_net(),
+        model=copy.deepcopy(MODELS[0]),
         optimizer={"sgd": sgd, "adamw": adamw}[optimizer],
         loss=nn.functional.cross_entropy,
         comm=comm,
@@ -477,7 +475,7 @@ def in_rebound(comm: Comm, moments: str, optimizer: str) -> tuple[list[bool], di
 @pytest.mark.parametrize("moments", ["rotate", "slice", "reset"])
 def test_ranks_stay_equal_in_the_rebound_whatever_is_remembered(world: World, moments: str, optimizer: str) -> None:
     found = world(in_rebound, 4, moments, optimizer)
-    parameters = [name for name, _ in small_net().named_parameters()]
+    parameters = [name for name, _ in MODELS[0].named_parameters()]
     for _, one in found:
         assert all(torch.equal(one[name], found[0][1][name]) for name in parameters)
     if optimizer == "adamw":
@@ -576,7 +574,7 @@ def drawn(comm: Comm) -> tuple[int, float, float]:
 
 def test_reducers_go_on_from_phase_to_phase() -> None:
     for touched, before, after in tw.simulate(drawn, ranks=2):
-        assert touched > 3 * 0.1 * sum(p.numel() for n, p in small_net().named_parameters() if not n.startswith("3."))
+        assert touched > 3 * 0.1 * sum(p.numel() for n, p in MODELS[0].named_parameters() if not n.startswith("3."))
         assert before > 0
         assert after == before
 
@@ -607,7 +605,7 @@ def at_every_step(comm: Comm, spec: str) -> list[tuple[int, str]]:
     end = weights(straight.consolidate()), weights(straight.model)
     wrong = []
     for i, (phase, state) in enumerate(saved):
-        after = ab(comm, spec, seed=3)
+        after = ab(comm, spec, model=MODELS[3])
         after.load_state_dict(state)
         steps(after, data[i:])
         if not (same(weights(after.consolidate()), end[0]) and same(weights(after.model), end[1])):
@@ -678,7 +676,7 @@ class Reader(nn.Module):
         return self.head(self.mid(nn.functional.linear(self.first(x).relu(), self.read.weight, self.read.bias)))
 
 
-READER = Reader()
+READER = seeded(1, Reader)
 
 
 @pytest.mark.parametrize(("at_step", "sync"), [(4, "learned"), (7, "learned"), (4, "full"), (9, "stale")])
@@ -748,7 +746,7 @@ def small_and_whole(comm: Comm, at_step: int) -> dict[str, Any]:
 def test_consolidate_gives_the_ordinary_model_or_the_small_one(world: World, at_step: int) -> None:
     found = world(small_and_whole, 2, at_step)
     for one in found:
-        assert one["whole"] == [str(m) for m in small_net()]
+        assert one["whole"] == [str(m) for m in MODELS[0]]
         assert all(kind.__module__.startswith("torch.nn") for kind in one["kinds"])
         assert one["kinds"].count(nn.Sequential) == 2
         assert one["sizes"][1] < one["sizes"][0]
@@ -816,7 +814,7 @@ def mixed(comm: Comm) -> tuple[dict[str, Any], list[float], dict[str, Tensor], l
     return strategy.status(), losses, weights(whole), [type(m).__module__ for m in small.modules()]
 
 
-MIXED = Mixed()
+MIXED = seeded(2, Mixed)
 
 
 def test_convolutions_and_attention_are_factored_too(world: World) -> None:

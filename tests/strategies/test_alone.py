@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import thinwire as tw
-from tests.strategies.test_laws import MODELS, batches, same, sgd, steps, trainer, weights, worlds
+from tests.training import MODELS, batches, decayed_sgd, same, seeded, steps, trained_by_torch, trainer, weights
+from tests.worlds import World, worlds
 from thinwire.comm.base import Comm
-
-World = Callable[..., list[Any]]
-
-
-def plainly_trained() -> dict[str, Tensor]:
-    """What a loop of torch alone makes of the batches."""
-    model = copy.deepcopy(MODELS[0])
-    optimizer = sgd(model.parameters())
-    for inputs, targets in batches(6, 24):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
-    return weights(model)
 
 
 def on_nodes(comm: Comm, spec: str, nodes: tuple[int, ...]) -> tuple[dict[str, Tensor], dict[str, int], int]:
@@ -47,7 +31,7 @@ def on_nodes(comm: Comm, spec: str, nodes: tuple[int, ...]) -> tuple[dict[str, T
 
 @worlds(threads=[1, 2, 4], processes=[1, 3])
 def test_every_rank_of_one_node_trains_as_if_there_were_no_other(world: World, ranks: int) -> None:
-    expected = plainly_trained()
+    expected = trained_by_torch(MODELS[0], batches(6, 24))
     for model, sent, _ in world(on_nodes, ranks, "alone", (0,) * ranks):
         assert same(model, expected)
         assert "train" not in sent, "not a single message"
@@ -70,7 +54,6 @@ class Parts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(1)  # this process's model is that of others
         self.layers = nn.ModuleList([nn.Linear(6, 3) for _ in range(3)])
         self.calls = 0
 
@@ -79,19 +62,13 @@ class Parts(nn.Module):
         return self.layers[self.calls % 2](x)
 
 
-PARTS = Parts()
-
-
-def decayed_sgd(parameters: Any) -> torch.optim.Optimizer:
-    """Moves every parameter that has a gradient, also one of zeros."""
-    return torch.optim.SGD(parameters, 0.1, 0.9, weight_decay=0.1)
+PARTS = seeded(1, Parts)
 
 
 def train_parts(comm: Comm, nodes: tuple[int, ...]) -> dict[str, Tensor]:
     before, comm.nodes = comm.nodes, nodes
     try:
-        loss = nn.functional.cross_entropy
-        strategy = tw.prepare("alone", model=copy.deepcopy(PARTS), optimizer=decayed_sgd, loss=loss, comm=comm)
+        strategy = trainer(comm, "alone", PARTS, decayed_sgd)
         every = [(torch.cat([x, x]), torch.cat([y, y])) for x, y in batches(6, 12)]
         for inputs, targets in every:  # both ranks of a node have the same samples: their mean is each one's gradient
             half = len(inputs) // strategy.shard.count
@@ -104,13 +81,7 @@ def train_parts(comm: Comm, nodes: tuple[int, ...]) -> dict[str, Tensor]:
 @worlds(threads=[4], processes=[4])
 def test_a_node_may_leave_parameters_unused_as_a_single_rank_may(world: World, ranks: int) -> None:
     """Those keep no gradient, so the optimizer leaves them alone, as in plain training: the same bits."""
-    model = copy.deepcopy(PARTS)
-    optimizer = decayed_sgd(model.parameters())
-    for inputs, targets in batches(6, 12):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
-    expected = weights(model)
+    expected = trained_by_torch(PARTS, batches(6, 12), decayed_sgd)
     assert torch.equal(expected["layers.2.weight"], PARTS.layers[2].weight)
     for found in world(train_parts, ranks, (0, 0, 1, 1)):
         assert same(found, expected)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,15 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
-from tests.strategies.test_data_parallel import PLAIN
-from tests.strategies.test_laws import batches, epochs, same, sgd, steps, trainer, weights
+from tests.training import PLAIN, batches, epochs, same, sgd, steps, trainer, weights
+from tests.worlds import World
 from thinwire.comm.base import Comm
 from thinwire.comm.wire_bytes import all_reduce_bytes
 from thinwire.errors import UsageError
 from thinwire.strategies.daso import DASO
 from thinwire.strategies.daso_schedule import Cycle, Plateau
 
-World = Callable[..., list[Any]]
 CYCLING = "daso(ranks_per_node={}, warmup_epochs=0, cooldown_epochs=0)"
 
 

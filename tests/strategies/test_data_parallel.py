@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
-from tests.strategies.test_laws import MODELS, batches, same, sgd, steps, trainer, weights
+from tests.training import DEEP, MODELS, PLAIN, batches, same, seeded, sgd, steps, trained_by_torch, trainer, weights
+from tests.worlds import World
 from thinwire.comm.base import Comm
 from thinwire.comm.wire_bytes import all_reduce_bytes
 from thinwire.reducers.base import Named, Reduced, Reducer, ReducerState
@@ -24,16 +25,6 @@ from thinwire.reducers.global_randk import global_randk
 from thinwire.reducers.mean import mean
 from thinwire.strategies.data_parallel import DataParallel
 from thinwire.strategies.learner import Recipe
-
-World = Callable[..., list[Any]]
-
-
-def plain_net() -> nn.Sequential:
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 3))
-
-
-PLAIN = plain_net()
 
 
 def train_plain(comm: Comm, spec: str) -> dict[str, Tensor]:
@@ -46,14 +37,9 @@ def train_plain(comm: Comm, spec: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("spec", ["data_parallel", "data_parallel(bucket_mb=0.001)"])
 def test_n_ranks_with_batch_b_are_one_rank_with_batch_nb(world: World, ranks: int, spec: str) -> None:
-    model = copy.deepcopy(PLAIN)
-    optimizer = sgd(model.parameters())
-    for x, y in batches(20, 24):  # an ordinary loop, without thinwire
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    wanted = trained_by_torch(PLAIN, batches(20, 24))
     for result in world(train_plain, ranks, spec):
-        for name, expected in model.state_dict().items():
+        for name, expected in wanted.items():
             torch.testing.assert_close(result[name], expected, rtol=1e-5, atol=1e-6)
 
 
@@ -70,17 +56,6 @@ def test_parcels_do_not_change_the_result_of_a_process_rank(process_world: Any, 
     small = process_world.run(train_plain, ranks, "data_parallel(bucket_mb=0.0005)")[0]
     for name in whole:
         torch.testing.assert_close(whole[name], small[name], rtol=1e-5, atol=1e-6)
-
-
-def deep_net() -> nn.Sequential:
-    torch.manual_seed(6)
-    layers: list[nn.Module] = []
-    for _ in range(6):
-        layers += [nn.Linear(64, 64), nn.LayerNorm(64), nn.Tanh()]
-    return nn.Sequential(nn.Linear(6, 64), *layers, nn.Linear(64, 3))
-
-
-DEEP = deep_net()
 
 
 def straight_and_resumed(begin: Callable[[], Any], data: list[Any], cut: int) -> tuple[Any, Any]:
@@ -263,7 +238,7 @@ class Branches(nn.Module):
         return self.layers[self.calls % 2](x)
 
 
-BRANCHES = Branches()
+BRANCHES = seeded(1, Branches)
 
 
 def train_branches(comm: Comm, spec: str) -> dict[str, Tensor]:
@@ -476,7 +451,7 @@ def test_a_state_without_its_residual_is_refused(world: World) -> None:
 
 
 def test_different_weights_at_the_start_are_made_equal_and_it_is_said(capfd: pytest.CaptureFixture[str]) -> None:
-    tw.simulate(lambda comm: trainer(comm, "data_parallel", seed=min(comm.rank, 1)), ranks=3)
+    tw.simulate(lambda comm: trainer(comm, "data_parallel", MODELS[min(comm.rank, 1)]), ranks=3)
     assert "the model differed between ranks; 2 of 3 now begin with rank 0's weights" in capfd.readouterr().err
     tw.simulate(lambda comm: trainer(comm, "data_parallel"), ranks=3)
     assert capfd.readouterr().err == ""

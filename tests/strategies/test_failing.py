@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import threading
 import time
@@ -12,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
-from tests.strategies.test_laws import MODELS, STRATEGIES, VARIANTS, batches, sgd
+from tests.strategies.test_laws import STRATEGIES, VARIANTS
+from tests.training import batches, part, trainer
 from tests.worlds import ends_of
 from thinwire.comm.base import Comm
 
@@ -38,13 +38,12 @@ def train_until(comm: Comm, spec: str, rank: int, step: int, inside: bool, epoch
             raise Broken
         return nn.functional.cross_entropy(output, targets)
 
-    strategy = tw.prepare(spec, model=copy.deepcopy(MODELS[0]), optimizer=sgd, loss=loss_of, comm=comm, epochs=8)
-    shard = strategy.shard
-    for number, (x, y) in enumerate(batches(NUM_STEPS, 24)):
+    strategy = trainer(comm, spec, loss=loss_of)
+    for number, batch in enumerate(batches(NUM_STEPS, 24)):
         done = number
         if not inside and (comm.rank, done) == (rank, step):
             raise Broken
-        strategy.step((x[shard.index :: shard.count], y[shard.index :: shard.count]))
+        strategy.step(part(batch, strategy.shard))
         if (number + 1) % epoch == 0:
             strategy.end_epoch()
     strategy.consolidate()

@@ -6,7 +6,6 @@ import copy
 import gc
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import thinwire as tw
+from tests import training
+from tests.training import Weights, adamw, batches, decayed_sgd, same, seeded, weights
+from tests.worlds import World
 from thinwire import registry
 from thinwire.comm.base import Comm
 from thinwire.comm.threads import ThreadComm
@@ -29,74 +31,51 @@ from thinwire.surgery.axes.residual import residual_blocks_of
 from thinwire.surgery.slices import Slices
 from thinwire.surgery.unit_assignment import assign_units
 
-World = Callable[..., list[Any]]
-Data = list[tuple[Tensor, Tensor]]
-
 
 def mlp(width: int = 13) -> nn.Sequential:
-    torch.manual_seed(1)
     return nn.Sequential(
         nn.Linear(6, width), nn.ReLU(), nn.Linear(width, width + 1), nn.ReLU(), nn.Linear(width + 1, 3)
     )
 
 
 def normed() -> nn.Sequential:
-    torch.manual_seed(2)
     return nn.Sequential(
         nn.Conv2d(1, 9, 3), nn.BatchNorm2d(9), nn.ReLU(), nn.Conv2d(9, 8, 2), nn.BatchNorm2d(8), nn.ReLU(),
         nn.Flatten(), nn.Linear(8 * 9, 3),
     )  # fmt: skip
 
 
-MLP, NORMED, WIDE = mlp(), normed(), mlp(256)  # made here: threads share torch's random state
-RESNET = nn.Sequential(  # three blocks that may be left out
-    *list(registry.build("models", "resnet32", (1, 8, 8), 3))[:6],
-    nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3),
-)  # fmt: skip
+def resnet() -> nn.Sequential:
+    """Three blocks that may be left out."""
+    return nn.Sequential(
+        *list(registry.build("models", "resnet32", (1, 8, 8), 3))[:6],
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3),
+    )  # fmt: skip
 
 
-def batches(number: int, size: int = 8, shape: tuple[int, ...] = (6,), seed: int = 0) -> Data:
-    g = torch.Generator().manual_seed(seed)
-    return [(torch.randn(size, *shape, generator=g), torch.randint(0, 3, (size,), generator=g)) for _ in range(number)]
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, 0.1, 0.9, weight_decay=0.1)
-
-
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, 0.01)
+MLP, NORMED, WIDE = seeded(1, mlp), seeded(2, normed), seeded(1, lambda: mlp(256))
+RESNET = seeded(3, resnet)
 
 
 def plain(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, 0.1)
 
 
-def trainer(comm: Comm, spec: str, model: nn.Module = MLP, optimizer: Any = sgd, **options: Any) -> Any:
-    return tw.prepare(
-        spec, model=copy.deepcopy(model), optimizer=optimizer, loss=nn.functional.cross_entropy, comm=comm, **options
-    )
-
-
-def state(model: nn.Module) -> dict[str, Tensor]:
-    return {name: t.detach().clone() for name, t in model.state_dict().items()}
-
-
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+def trainer(comm: Comm, spec: str, model: nn.Module = MLP, optimizer: Any = decayed_sgd, **options: Any) -> Any:
+    return training.trainer(comm, spec, model, optimizer, **options)
 
 
 # ---- laws
 
 
-@pytest.mark.parametrize("optimizer", [sgd, adam, plain])
+@pytest.mark.parametrize("optimizer", [decayed_sgd, adamw, plain])
 @pytest.mark.parametrize("kind", ["carry", "reset"])
 def test_one_rank_is_plain_training(kind: str, optimizer: Any) -> None:
-    def train(comm: Comm, spec: str) -> dict[str, Tensor]:
+    def train(comm: Comm, spec: str) -> Weights:
         made = trainer(comm, spec, NORMED, optimizer)
         for batch in batches(7, shape=(1, 6, 6)):
             made.step(batch)
-        return state(made.consolidate())
+        return weights(made.consolidate())
 
     by_hand = copy.deepcopy(NORMED)
     taking = optimizer(by_hand.parameters())
@@ -142,15 +121,15 @@ def test_collecting_what_was_dealt_changes_nothing_between_processes(process_wor
     assert all(unchanged and whole for unchanged, whole in process_world.run(dealt_and_collected, 3, kind))
 
 
-def rounds(comm: Comm, spec: str, num_steps: int, optimizer: Any = sgd) -> tuple[dict[str, Tensor], list[float]]:
+def rounds(comm: Comm, spec: str, num_steps: int, optimizer: Any = decayed_sgd) -> tuple[Weights, list[float]]:
     made = trainer(comm, spec, optimizer=optimizer)
     losses = [made.step(batch).item() for batch in batches(num_steps, seed=comm.rank)]
-    return state(made.consolidate()), losses
+    return weights(made.consolidate()), losses
 
 
 def rounds_by_hand(
     ranks: int, num_steps: int, every: int, scale: str, carry: bool
-) -> tuple[dict[str, Tensor], list[list[float]]]:
+) -> tuple[Weights, list[list[float]]]:
     """The same in one process, from the paper: three weights, three biases, SGD with momentum and weight decay."""
     w = [layer.weight.detach().clone() for layer in MLP if isinstance(layer, nn.Linear)]
     b = [layer.bias.detach().clone() for layer in MLP if isinstance(layer, nn.Linear)]
@@ -169,7 +148,7 @@ def rounds_by_hand(
             vs = [v[r][:, c] for v, (r, c) in zip(velocity[0], picks, strict=True)] + [
                 v[r] for v, (r, _) in zip(velocity[1], picks, strict=True)
             ]  # fmt: skip
-            optimizer = sgd([p for pair in zip(ws, bs, strict=True) for p in pair])
+            optimizer = decayed_sgd([p for pair in zip(ws, bs, strict=True) for p in pair])
             for p, v in zip([*ws, *bs], vs, strict=True):
                 optimizer.state[p] = {"momentum_buffer": v} if carry and number else {}
             times = [1.0, 13 / len(i), 14 / len(j)] if scale == "train" else [1.0] * 3
@@ -255,7 +234,7 @@ def test_the_network_at_the_start_is_the_one_that_was_given(spec: str) -> None:
     torch.manual_seed(0)
     model = RESNET if "blocks" in spec else MLP
     for ranks in (2, 3):
-        found = tw.simulate(lambda comm: state(trainer(comm, spec, model).consolidate()), ranks=ranks)[0]
+        found = tw.simulate(lambda comm: weights(trainer(comm, spec, model).consolidate()), ranks=ranks)[0]
         assert found.keys() == model.state_dict().keys()
         for name, tensor in model.state_dict().items():
             torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=0)
@@ -293,8 +272,8 @@ def formula(sharded: ShardedTensors, old: list[list[Tensor]], new: list[list[Ten
 
 
 @pytest.mark.parametrize(("spec", "optimizer", "kinds"), [
-    ("ist(local_steps=4, optimizer_state=reset)", sgd, 1), ("ist(local_steps=4)", sgd, 2),
-    ("ist(local_steps=4)", adam, 3), ("ist(local_steps=4)", plain, 1),
+    ("ist(local_steps=4, optimizer_state=reset)", decayed_sgd, 1), ("ist(local_steps=4)", decayed_sgd, 2),
+    ("ist(local_steps=4)", adamw, 3), ("ist(local_steps=4)", plain, 1),
 ])  # fmt: skip
 def test_a_round_sends_a_slice_each_way_and_nothing_else(world: World, spec: str, optimizer: Any, kinds: int) -> None:
     ranks, num_rounds = 4, 4
@@ -357,8 +336,9 @@ def held_by(made: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("spec", "optimizer", "s"), [
-    ("ist(local_steps=2, optimizer_state=reset)", plain, 0), ("ist(local_steps=2, optimizer_state=reset)", sgd, 1),
-    ("ist(local_steps=2)", adam, 2),
+    ("ist(local_steps=2, optimizer_state=reset)", plain, 0),
+    ("ist(local_steps=2, optimizer_state=reset)", decayed_sgd, 1),
+    ("ist(local_steps=2)", adamw, 2),
 ])  # fmt: skip
 def test_no_rank_holds_more_than_the_formula(process_world: Any, spec: str, optimizer: Any, s: int) -> None:
     for most, subnet, total, carried in process_world.run(held, 4, spec, optimizer):
@@ -400,14 +380,14 @@ def test_data_stay_where_they_are() -> None:
 # ---- ragged data, shares
 
 
-def allows_uneven(comm: Comm, numbers: list[int], spec: str) -> tuple[dict[str, Tensor], int, int]:
+def allows_uneven(comm: Comm, numbers: list[int], spec: str) -> tuple[Weights, int, int]:
     made = trainer(comm, spec, NORMED)
     steps = 0
     for epoch in range(2):
         for batch in tw.epoch(made, batches(numbers[comm.rank], shape=(1, 6, 6), seed=epoch), comm):
             steps += 1
             assert made.step(batch).isfinite()
-    return state(made.consolidate()), steps, made.learner.num_steps
+    return weights(made.consolidate()), steps, made.learner.num_steps
 
 
 @pytest.mark.parametrize("numbers", [[5, 3, 7], [0, 4, 2], [1, 0, 0], [0, 0, 0]])
@@ -507,7 +487,7 @@ MODELS = {
 }
 
 
-def in_parts(comm: Comm, folder: str, kind: str, scale: str) -> tuple[dict[str, Tensor], Tensor, Tensor, int, str]:
+def in_parts(comm: Comm, folder: str, kind: str, scale: str) -> tuple[Weights, Tensor, Tensor, int, str]:
     model, shape = MODELS[kind]
     made = trainer(comm, f"ist(local_steps=2, scale={scale})", model)
     for batch in batches(5, shape=shape, seed=comm.rank):
@@ -523,7 +503,7 @@ def in_parts(comm: Comm, folder: str, kind: str, scale: str) -> tuple[dict[str, 
     x = batches(1, shape=shape, seed=9)[0][0]
     with torch.no_grad():
         left = sum(num_bytes(p) for p in streamed.parameters() if not p.is_meta)
-        return state(whole), whole(x), streamed(x), left, refused
+        return weights(whole), whole(x), streamed(x), left, refused
 
 
 @pytest.mark.parametrize("scale", ["train", "eval"])
@@ -554,7 +534,7 @@ def test_a_network_that_fits_nowhere_is_tested_and_written_in_parts(
 def from_nothing(comm: Comm) -> bool:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3))
-    made = tw.prepare("ist", model=model, optimizer=sgd, loss=nn.functional.cross_entropy, comm=comm)
+    made = tw.prepare("ist", model=model, optimizer=decayed_sgd, loss=nn.functional.cross_entropy, comm=comm)
     weight = made.consolidate()[0].weight
     return bool(weight.std() > 0.1) and all(p.is_meta for p in model.parameters())
 
@@ -585,21 +565,21 @@ class Odd(nn.Module):
         return (self.head(x)[:, None, :] + self.mask.to(x.dtype)).logsumexp(-1)
 
 
-ODD = Odd()
+ODD = seeded(4, Odd)
 
 
-def odd(comm: Comm, optimizer: Any) -> tuple[dict[str, Tensor], Tensor]:
+def odd(comm: Comm, optimizer: Any) -> tuple[Weights, Tensor]:
     made = trainer(comm, "ist(local_steps=2)", ODD, optimizer)
     for batch in batches(5, seed=comm.rank):
         made.step(batch)
-    return state(made.consolidate()), dict(made.model.named_parameters())["waves"].detach().clone()
+    return weights(made.consolidate()), dict(made.model.named_parameters())["waves"].detach().clone()
 
 
-@pytest.mark.parametrize("optimizer", [sgd, adam])
+@pytest.mark.parametrize("optimizer", [decayed_sgd, adamw])
 def test_masks_complex_weights_caches_and_frozen_layers_are_what_they_would_be(optimizer: Any) -> None:
     plain_net = copy.deepcopy(ODD)
     taking = optimizer([p for p in plain_net.parameters() if p.requires_grad])
-    for x, y in batches(5):
+    for x, y in batches(5, seed=0):
         taking.zero_grad()
         nn.functional.cross_entropy(plain_net(x), y).backward()
         taking.step()
@@ -612,7 +592,7 @@ def test_masks_complex_weights_caches_and_frozen_layers_are_what_they_would_be(o
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("optimizer", [sgd, adam])
+@pytest.mark.parametrize("optimizer", [decayed_sgd, adamw])
 def test_moments_have_the_dtype_that_the_optimizer_gives_them(dtype: torch.dtype, optimizer: Any) -> None:
     def train(comm: Comm) -> tuple[float, float]:
         made = trainer(comm, "ist(local_steps=2)", copy.deepcopy(MLP).to(dtype), optimizer)
@@ -629,8 +609,8 @@ def test_moments_have_the_dtype_that_the_optimizer_gives_them(dtype: torch.dtype
             assert largest < 10
 
 
-def counted(comm: Comm, numbers: list[int]) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    made = trainer(comm, "ist(local_steps=4)", optimizer=adam)
+def counted(comm: Comm, numbers: list[int]) -> tuple[list[float], Weights, Weights]:
+    made = trainer(comm, "ist(local_steps=4)", optimizer=adamw)
     for batch in tw.epoch(made, batches(numbers[comm.rank], seed=comm.rank), comm):
         made.step(batch)
     steps = [made.learner.optimizer.state[p]["step"].item() for p in made.model.parameters()]
@@ -694,14 +674,14 @@ def fewer_blocks_than_ranks(comm: Comm) -> bool:
     assert made._eval_scales()["3.body.4.weight"] == 0.5
     for batch in batches(5, shape=(1, 8, 8)):
         made.step(batch)
-    return all(t.isfinite().all() for t in state(made.consolidate()).values())
+    return all(t.isfinite().all() for t in weights(made.consolidate()).values())
 
 
 def test_blocks_may_be_fewer_than_ranks() -> None:
     assert all(tw.simulate(fewer_blocks_than_ranks, ranks=3))
 
 
-def stop_and_go(comm: Comm) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def stop_and_go(comm: Comm) -> tuple[Weights, Weights]:
     """Stop in mid-round with unequal steps, shares of its own and another seed."""
     spec = "ist(local_steps=4, shares=[2, 1], seed=5)"
 
@@ -709,14 +689,14 @@ def stop_and_go(comm: Comm) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         for i, batch in enumerate(batches(9, shape=(1, 6, 6), seed=comm.rank)[first:last], first):
             made.skip_step() if comm.rank and i % 3 == 1 else made.step(batch)
 
-    straight = trainer(comm, spec, NORMED, adam)
+    straight = trainer(comm, spec, NORMED, adamw)
     go(straight, 0, 6)
     saved = copy.deepcopy(straight.state_dict())
     go(straight, 6, 9)
-    after = trainer(comm, "ist(local_steps=4)", NORMED, adam)
+    after = trainer(comm, "ist(local_steps=4)", NORMED, adamw)
     after.load_state_dict(saved)
     go(after, 6, 9)
-    return state(straight.consolidate()), state(after.consolidate())
+    return weights(straight.consolidate()), weights(after.consolidate())
 
 
 def test_unequal_shares_and_steps_resume_exactly() -> None:
@@ -752,7 +732,7 @@ def test_an_emptied_model_is_refused_and_a_refused_one_is_not_emptied() -> None:
         made = tw.prepare("ist(optimizer_state=reset)", optimizer=lambda p: torch.optim.Adafactor(p), **options)
         assert torch.equal(made.consolidate()[0].weight, MLP[0].weight)
         with pytest.raises(tw.UsageError, match="emptied"):
-            tw.prepare("ist", optimizer=sgd, **options)
+            tw.prepare("ist", optimizer=decayed_sgd, **options)
         with pytest.raises(tw.UsageError, match="LBFGS takes no plain step"):
             trainer(comm, "ist", optimizer=torch.optim.LBFGS)
 
@@ -800,7 +780,7 @@ def test_units_of_plain_parameters_are_not_scaled_in_training() -> None:
     model = Bare()
     with pytest.raises(tw.UsageError, match=r"scale=train, but down is not of a layer.*try scale=eval"):
         tw.simulate(lambda comm: trainer(comm, "ist(scale=train)", model), ranks=2)
-    for whole in tw.simulate(lambda comm: state(trainer(comm, "ist", model).consolidate()), ranks=2):
+    for whole in tw.simulate(lambda comm: weights(trainer(comm, "ist", model).consolidate()), ranks=2):
         torch.testing.assert_close(whole["down"], model.down.detach())
 
 
@@ -832,7 +812,7 @@ def test_a_refused_model_is_left_as_it_was() -> None:
     model = nn.TransformerEncoderLayer(4, 2, 8)
 
     def refused(comm: Comm) -> None:
-        tw.prepare("ist", model=model, optimizer=sgd, loss=nn.functional.mse_loss, comm=comm)
+        tw.prepare("ist", model=model, optimizer=decayed_sgd, loss=nn.functional.mse_loss, comm=comm)
 
     with pytest.raises(tw.UsageError, match="too few for 3 ranks"):
         tw.simulate(refused, ranks=3)

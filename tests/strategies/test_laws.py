@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import thinwire as tw
-from tests.worlds import ProcessWorlds, on_threads
+from tests.training import MODELS, batches, epochs, same, steps, trainer, weights
+from tests.worlds import ProcessWorlds, World, on_threads, worlds
 from thinwire import registry
 from thinwire.comm.base import Comm
 
-World = Callable[..., list[Any]]
 STRATEGIES = sorted(registry.TABLE["strategies"])
 VARIANTS = [
     *STRATEGIES,
@@ -32,71 +29,12 @@ VARIANTS = [
     "local_parallel(window=2, microbatches=2, wire=bf16, head=readout(every=2), reducer=error_feedback(maxnorm))",
     "pipeline(schedule=gpipe, microbatches=3, reducer=error_feedback(maxnorm(bits=4)))",
 ]
-APART = (
-    "ab",
-    "ist",
-    "local_parallel",
-    "pipeline",
-)  # whose ranks train different things: only what they consolidate to is equal
-
-
-def worlds(threads: list[int], processes: list[int]) -> pytest.MarkDecorator:
-    """Worlds of so many ranks; fewer of processes, which start something for each of their groups."""
-    cases = [("threads", n) for n in threads] + [("processes", n) for n in processes]
-    return pytest.mark.parametrize(("world", "ranks"), cases, indirect=["world"])
-
-
-def small_net(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)
-    )
-
-
-MODELS = {seed: small_net(seed) for seed in range(4)}  # made here: threads share torch's random state
-
-
-def batches(num_steps: int, size: int) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(size, 6, generator=generator), torch.randint(0, 3, (size,), generator=generator))
-        for _ in range(num_steps)
-    ]
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, 0.1, 0.9)
-
-
-def trainer(comm: Comm, spec: str, seed: int = 0, **options: Any) -> tw.Strategy:
-    model = copy.deepcopy(MODELS[seed])
-    options = {"epochs": 8, **options}
-    return tw.prepare(spec, model=model, optimizer=sgd, loss=nn.functional.cross_entropy, comm=comm, **options)
-
-
-def steps(strategy: tw.Strategy, data: list[tuple[Tensor, Tensor]]) -> list[float]:
-    shard = strategy.shard
-    return [strategy.step((x[shard.index :: shard.count], y[shard.index :: shard.count])).item() for x, y in data]
-
-
-def epochs(strategy: tw.Strategy, data: list[tuple[Tensor, Tensor]], length: int, start: int = 0) -> None:
-    """Steps in epochs of so many, the first of which has some steps behind it."""
-    for i, batch in enumerate(data, start + 1):
-        steps(strategy, [batch])
-        if i % length == 0:
-            strategy.end_epoch()
-
-
-def weights(module: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
-
-
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+# Ranks of these train different things: only the models that they consolidate to are equal.
+APART = ("ab", "ist", "local_parallel", "pipeline")
 
 
 def train_from_different_weights(comm: Comm, spec: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    strategy = trainer(comm, spec, seed=comm.rank)
+    strategy = trainer(comm, spec, MODELS[comm.rank])
     steps(strategy, batches(5, 24))
     return weights(strategy.consolidate()), train_from_equal_weights(comm, spec)
 
@@ -169,7 +107,7 @@ def stop_and_go(comm: Comm, spec: str, stops: tuple[int, ...]) -> list[dict[str,
         epochs(straight, [batch], 5, start=i)
     found = [weights(straight.consolidate())]
     for stop, state in saved.items():
-        after = trainer(comm, spec, seed=3)
+        after = trainer(comm, spec, MODELS[3])
         after.load_state_dict(state)
         epochs(after, data[stop:], 5, start=stop)
         found.append(weights(after.consolidate()))
@@ -191,7 +129,7 @@ def gone_on_from_twice(comm: Comm, spec: str) -> bool:
     state = copy.deepcopy(strategy.state_dict())
     ends = []
     for _ in range(2):
-        after = trainer(comm, spec, seed=3)
+        after = trainer(comm, spec, MODELS[3])
         after.load_state_dict(state)
         epochs(after, batches(9, 24)[4:], 5, start=4)
         ends.append(weights(after.consolidate()))

@@ -6,7 +6,6 @@ import copy
 import gc
 import time
 import weakref
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
-from tests.worlds import ProcessWorlds, on_threads
+from tests import training
+from tests.training import Data, adamw, same, steps, weights
+from tests.worlds import ProcessWorlds, World, on_threads
 from thinwire.comm.base import Comm
 from thinwire.common.seeding import seeded
 from thinwire.data import derive_seed
@@ -25,8 +26,6 @@ from thinwire.surgery.heads.base import HeadModule
 from thinwire.surgery.heads.readout import Readout
 from thinwire.tasks.models.gpt import gpt
 
-World = Callable[..., list[Any]]
-Data = list[tuple[Tensor, Tensor]]
 LABEL_BYTES = 9 * 8  # before each tensor: fingerprint of the targets, type and shape
 
 
@@ -61,22 +60,10 @@ def loss_of(out: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(out.flatten(0, -2), targets.flatten())
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, 0.01)
-
-
 def trainer(comm: Comm, spec: str, model: nn.Module, optimizer: Any = adamw, **options: Any) -> LocalParallel:
-    made = tw.prepare(spec, model=copy.deepcopy(model), optimizer=optimizer, loss=loss_of, comm=comm, **options)
+    made = training.trainer(comm, spec, model, optimizer, loss=loss_of, **options)
     assert isinstance(made, LocalParallel)
     return made
-
-
-def weights(module: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
-
-
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
 
 
 # ---- the one-process loop: for each batch, for each block
@@ -214,9 +201,7 @@ def backprop(model: nn.Module, data: Data, optimizer: Any) -> dict[str, Tensor]:
 
 def trained(comm: Comm, spec: str, kind: str, optimizer: Any, num_steps: int = 6) -> dict[str, Tensor]:
     strategy = trainer(comm, spec, MODELS[kind, 0.0], optimizer)
-    shard = strategy.shard
-    for x, y in batches(kind, num_steps):
-        strategy.step((x[shard.index :: shard.count], y[shard.index :: shard.count]))
+    steps(strategy, batches(kind, num_steps))
     return weights(strategy.consolidate())
 
 
@@ -572,7 +557,7 @@ def written_by_hand(comm: Comm) -> tuple[dict[str, Tensor], str, float]:
     return weights(whole), type(whole).__name__, strategy.costs.flops_per_sample
 
 
-WRITTEN = Written()
+WRITTEN = training.seeded(1, Written)
 
 
 def test_a_model_that_is_not_a_sequence_trains_and_comes_back_as_it_is_written(world: World) -> None:
@@ -623,14 +608,13 @@ def test_operations_of_heads_are_counted(world: World) -> None:
 
 
 def in_place_net() -> nn.Sequential:
-    torch.manual_seed(0)
     return nn.Sequential(
         nn.ReLU(inplace=True), nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.ReLU(inplace=True),
         nn.Linear(8, 3),
     )  # fmt: skip
 
 
-IN_PLACE = in_place_net()
+IN_PLACE = training.seeded(0, in_place_net)
 
 
 @pytest.mark.parametrize("options", ["cut=['2', '4']", "cut=['2', '4'], window=2", "cut=['2', '4'], head=auglocal"])
@@ -661,9 +645,9 @@ def left_early(comm: Comm, spec: str) -> list[dict[str, Tensor]]:
     found = []
     for promised in (6, 20):
         strategy = trainer(comm, spec, MODELS["deep", 0.0])
-        for steps in (3, 1, 6):
+        for num_steps in (3, 1, 6):
             strategy.begin_epoch(promised)
-            for batch in batches("deep", steps):
+            for batch in batches("deep", num_steps):
                 strategy.step(batch)
             strategy.end_epoch()
         assert strategy.z_from_previous is None or not strategy.z_from_previous.coming

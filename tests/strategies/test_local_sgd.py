@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
-from tests.strategies.test_data_parallel import PLAIN
-from tests.strategies.test_laws import batches, sgd, steps, trainer, weights
+from tests.training import MODELS, PLAIN, batches, sgd, steps, trainer, weights
+from tests.worlds import World
 from thinwire.comm.base import Comm
 from thinwire.common import messages
 from thinwire.errors import PeerLost, RunError, UsageError
 
-World = Callable[..., list[Any]]
 NUM_STEPS = 10
 
 
@@ -170,7 +169,7 @@ def test_what_was_sent_is_merged_after_its_wait(spec: str, expected: list[int]) 
 
 def loaded_from(comm: Comm, spec: str, other: str) -> None:
     saved = trainer(comm, spec).state_dict()
-    strategy = trainer(comm, other, seed=1)
+    strategy = trainer(comm, other, MODELS[1])
     before = weights(strategy.model)
     with pytest.raises(RunError, match=r"another period, wait or number of fragments|other outer options"):
         strategy.load_state_dict(saved)

@@ -14,8 +14,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import thinwire as tw
-from tests.strategies.test_laws import MODELS, STRATEGIES, World, batches, same, sgd, steps, trainer, weights
-from tests.worlds import ProcessWorlds, no_grace, on_threads
+from tests.strategies.test_laws import STRATEGIES
+from tests.training import MODELS, batches, same, sgd, steps, trainer, weights
+from tests.worlds import ProcessWorlds, World, no_grace, on_threads
 from thinwire.comm.base import Comm
 
 RENEWING = ("ab", "ist")  # make a new optimizer in mid-run
@@ -265,7 +266,7 @@ def stopped_in_own_loop(comm: Comm, spec: str, stop: int, between: bool, map_sty
             if stops and between and done >= stop and state is None:
                 state = keep()
         if state is not None:
-            strategy = trainer(comm, spec, seed=3, epochs=3)
+            strategy = trainer(comm, spec, MODELS[3], epochs=3)
             loader = tw.loader(data, strategy.shard, 4, seed=2)
             torch.rand(3)
             strategy.load_state_dict(state["trainer"])

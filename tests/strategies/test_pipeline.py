@@ -11,19 +11,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import thinwire as tw
-from tests.strategies.test_local_parallel import MODELS, Data, batches, loss_of, weights
+from tests import training
+from tests.strategies.test_local_parallel import MODELS, batches, loss_of, sgd
+from tests.training import Data, steps, weights
 from tests.worlds import ProcessWorlds
 from thinwire.comm.base import Comm
 from thinwire.strategies.pipeline import Pipeline
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, 0.1, 0.9, weight_decay=0.01)
-
-
 def trainer(comm: Comm, spec: str, kind: str, **options: Any) -> Pipeline:
-    model = copy.deepcopy(MODELS[kind, 0.0])
-    made = tw.prepare(spec, model=model, optimizer=sgd, loss=loss_of, comm=comm, **options)
+    made = training.trainer(comm, spec, MODELS[kind, 0.0], sgd, loss=loss_of, **options)
     assert isinstance(made, Pipeline)
     return made
 
@@ -43,9 +40,7 @@ def piped(comm: Comm, spec: str, kind: str, clip: float | None) -> tuple[dict[st
         setattr(dist, name, forbidden)
     try:
         strategy = trainer(comm, spec, kind, clip_norm=clip)
-        shard = strategy.shard
-        data = uneven(kind) if shard.count == 1 else batches(kind, 4)
-        losses = [strategy.step((x[shard.index :: shard.count], y[shard.index :: shard.count])).item() for x, y in data]
+        losses = steps(strategy, uneven(kind) if strategy.shard.count == 1 else batches(kind, 4))
         return weights(strategy.consolidate()), losses, strategy.sees_loss
     finally:
         for name, function in kept.items():
