@@ -8,6 +8,7 @@ import json
 import os
 import pkgutil
 import re
+import runpy
 import shlex
 import subprocess
 from pathlib import Path
@@ -99,3 +100,10 @@ def test_public_names_are_there_and_documented() -> None:
     assert set(thinwire.__all__) <= set(dir(thinwire))
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         thinwire.nothing  # noqa: B018
+
+
+def test_the_readme_shows_what_was_measured() -> None:
+    readme = runpy.run_path(str(ROOT / "benchmarks" / "readme.py"))
+    results = json.loads((ROOT / "docs" / "readme.json").read_text())
+    assert readme["table"](results) in (ROOT / "README.md").read_text()
+    assert readme["picture"](results) == (ROOT / "docs" / "readme.svg").read_text()
