@@ -60,7 +60,7 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *a
         (["train", "--resume"], "--resume needs --out"),
         (
             ["train", "--resume", "--out", "nowhere"],
-            "nowhere holds no run (no config.toml); check --out, or give the sett",
+            "nowhere holds no run (no config.toml); check --out, or add the sett",
         ),
         (["train", "--resume", "--out", "nowhere", "--epochs", "3"], "nowhere holds no run"),
         (["train", "nothing.toml"], "cannot read nothing.toml"),

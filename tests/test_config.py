@@ -82,12 +82,12 @@ def test_resuming_where_other_things_are_is_refused(saved: Path, tmp_path: Path)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").touch()
     with pytest.raises(
-        UsageError, match=r"other holds no run .no config.toml.; check --out, or give another for a new"
+        UsageError, match=r"other holds no run .no config.toml.; check --out, or give another --out for a new"
     ):
         resolve(None, {"resume": True, "out": tmp_path / "other", "task": "synthetic"})
     saved = tmp_path / "first"
     RunFolder(saved).save_config(RunConfig(out=saved))
     with pytest.raises(
-        UsageError, match=r"one-first holds no run .*did you mean .*/first\?., or give the settings of a new"
+        UsageError, match=r"one-first holds no run .*did you mean .*/first\?., or add the settings of a new"
     ):
         resolve(None, {"resume": True, "out": tmp_path / "one-first"})
