@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -123,3 +124,22 @@ print([m for m in ("rich", "cyclopts", "plotly", "sklearn", "thinwire.config", "
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
     assert ran.stdout.strip() == "[]"
+
+
+def test_the_page_names_modules_that_exist() -> None:
+    """In the table of folders, a word in code is a module or a folder in that folder, or a class."""
+    rows = re.findall(r"^\| `(\w+)/` \| (.*) \|$", PAGE.read_text(), re.M)
+    assert {folder for folder, _ in rows} == {path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()}
+    for folder, text in rows:
+        inside = {path.stem for path in (SOURCE / folder).rglob("*") if path.suffix in ("", ".py")}
+        named = {word.rstrip("/") for word in re.findall(r"`([a-z_]+/?)`", text)}
+        assert not named - inside - {path.stem for path in SOURCE.glob("*.py")}, folder
+
+
+def test_the_glossary_names_modules_that_exist() -> None:
+    modules = {name(path).removesuffix("/__init__").replace("/", ".") for path in FILES}
+    text = (PAGE.parent / "glossary.md").read_text()
+    folders = {path.name for path in SOURCE.iterdir()}
+    named = {word for word in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)`", text) if word.split(".")[0] in folders}
+    assert len(named) > 20
+    assert not {word for word in named if word not in modules and word.rpartition(".")[0] not in modules}
