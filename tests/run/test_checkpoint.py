@@ -239,7 +239,7 @@ def test_a_checkpoint_of_an_earlier_format_is_named_and_kept(tmp_path: Path) -> 
     manifest = tmp_path / "step-00000010" / "rank-0.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": "thinwire-checkpoint-2"}))
     before = {path.name: path.read_bytes() for path in manifest.parent.iterdir()}
-    words = "has format 'thinwire-checkpoint-2'; this version of thinwire reads 'thinwire-checkpoint-3'"
+    words = "has format 'thinwire-checkpoint-2'; this version of thinwire reads 'thinwire-checkpoint-4'"
     with pytest.raises(tw.RunError, match=f"{words}.*Nothing was changed"):
         load(tmp_path, 1)
     assert {path.name: path.read_bytes() for path in manifest.parent.iterdir()} == before

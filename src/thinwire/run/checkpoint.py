@@ -26,7 +26,7 @@ from thinwire.common.tensor_files import write_tensors
 from thinwire.errors import RunError
 from thinwire.run.states import Tree, pack, unpack
 
-FORMAT = "thinwire-checkpoint-3"
+FORMAT = "thinwire-checkpoint-4"
 READ_ERRORS = (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError, SafetensorError)
 
 
