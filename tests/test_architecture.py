@@ -20,6 +20,7 @@ NO_TORCH_MODULES = {
     "comm/wire_bytes",
     "comm/world",
     "tasks/naming",
+    "strategies/series",
 }
 NO_TORCH_MODULES |= {"run/records", "run/progress", "run/network", "run/tables"}
 MAY_USE_DISTRIBUTED = {

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from tests.worlds import ProcessWorlds
+from thinwire import registry
 from thinwire.comm.base import Comm
 
 FILES = Path(__file__).parent / "files"
@@ -53,17 +55,30 @@ RANKS, NODES = 4, 2
 EPOCHS, STEPS, BATCH = 3, 5, 16
 
 
+def strategies() -> dict[str, list[str]]:
+    """The specs of each file of a strategy; one that has none here is run with its defaults."""
+    return {name: [name] for name in registry.TABLE["strategies"]} | STRATEGIES
+
+
+def reducers() -> dict[str, list[str]]:
+    """The specs of each file of reducers; one that has none here has a file of its own."""
+    named = {name for specs in REDUCERS.values() for spec in specs for name in re.findall(r"\w+", spec)}
+    return REDUCERS | {name: [name] for name in registry.TABLE["reducers"] if name not in named}
+
+
 def names() -> list[str]:
     """The files, without their folder and ending."""
-    return [*STRATEGIES, *(f"reducer-{name}" for name in REDUCERS)]
+    return [*strategies(), *(f"reducer-{name}" for name in reducers())]
 
 
 def record(name: str, processes: ProcessWorlds) -> list[dict[str, Any]]:
     """Run what a file is about."""
     if name.startswith("reducer-"):
-        specs = [f"data_parallel(reducer={spec}, bucket_mb=0.002)" for spec in REDUCERS[name.removeprefix("reducer-")]]
+        specs = [
+            f"data_parallel(reducer={spec}, bucket_mb=0.002)" for spec in reducers()[name.removeprefix("reducer-")]
+        ]
     else:
-        specs = STRATEGIES[name]
+        specs = strategies()[name]
     runs = []
     for spec in specs:
         if name in ON_PROCESSES:

@@ -223,7 +223,7 @@ def test_a_run_stopped_while_an_exchange_is_under_way_goes_on_exactly(
     process_world.run(stop_in_flight, 4, strategy, str(tmp_path))
     states = list((tmp_path / "whole" / "checkpoints").glob(f"*{STOPPED_AT:02d}/rank-*.json"))
     assert len(states) == 4
-    assert all(json.loads(s.read_text())["tree"]["strategy"]["averaging"]["flight"] is not None for s in states)
+    assert all(json.loads(s.read_text())["tree"]["strategy"]["averaging"]["in_flight"] is not None for s in states)
     assert same_files(tmp_path / "whole", tmp_path / "cut")
     for file in ("metrics.jsonl", "ledger.jsonl"):
         assert timeless(tmp_path / "whole", file) == timeless(tmp_path / "cut", file)

@@ -23,8 +23,9 @@ from thinwire.data import Batch, Shard
 from thinwire.exchange.gradients import NoExchange
 from thinwire.run.records import read_rows
 from thinwire.run.worker import Run
-from thinwire.strategies.base import Artifact, Series, Strategy
+from thinwire.strategies.base import Artifact, Strategy
 from thinwire.strategies.learner import Learner, Recipe
+from thinwire.strategies.series import Series
 
 
 class Toy(Strategy):

@@ -124,7 +124,7 @@ class ParameterAverager:
         in_flight = None if self.in_flight is None else self._wait_for_result()
         place = slice(0) if in_flight is None else self.fragments[in_flight].place
         return {
-            "agreed": self.agreed, "momentum": self.momentum, "reducer": self.states, "flight": in_flight,
+            "agreed": self.agreed, "momentum": self.momentum, "reducer": self.states, "in_flight": in_flight,
             "sent": self.sent[place], "moved": self.moved[place],
             "buffers_sent": self.buffers_sent, "buffers_mean": self.buffers_mean,
         }  # fmt: skip
@@ -139,7 +139,7 @@ class ParameterAverager:
         self.states = load_states(self.states, state["reducer"])
         self.agreed.copy_(state["agreed"])
         self.momentum.copy_(state["momentum"])
-        self.in_flight = None if state["flight"] is None else InFlight(state["flight"], None)
+        self.in_flight = None if state["in_flight"] is None else InFlight(state["in_flight"], None)
         if self.in_flight is not None:
             place = self.fragments[self.in_flight.fragment].place
             self.sent[place], self.moved[place] = state["sent"], state["moved"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from thinwire.run.network import LinkState
+from thinwire.strategies.series import Draw
 
 
 class MetricsRow(BaseModel):
@@ -43,7 +44,7 @@ class SeriesSummary(BaseModel):
     """How the report shows one value of the strategy's status."""
 
     title: str
-    draw: Literal["lines", "heatmap", "column"]
+    draw: Draw
     about: str
     row: str
     cell: str

@@ -31,9 +31,10 @@ from thinwire.reducers.states import carry_over, load_states
 from thinwire.strategies.ab_groups import make_groups
 from thinwire.strategies.ab_moments import PhaseMoments, full_rank_name, optimizer_states
 from thinwire.strategies.ab_phases import Length, LengthOrZero, Phase, PhaseLengths, Phases
-from thinwire.strategies.base import Artifact, Series, Strategy
+from thinwire.strategies.base import Artifact, Strategy
 from thinwire.strategies.learner import Learner, Recipe
 from thinwire.strategies.replicas import average_buffers, replicate
+from thinwire.strategies.series import Series
 from thinwire.surgery.attention import unpack_attention
 from thinwire.surgery.moments import OptimizerState, copy_state
 from thinwire.surgery.standard import to_standard_modules

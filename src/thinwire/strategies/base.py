@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
 from thinwire.data import Batch, Shard
 from thinwire.errors import UsageError
+from thinwire.strategies.series import Series
 
 
 class Artifact(NamedTuple):
@@ -21,21 +22,6 @@ class Artifact(NamedTuple):
     file: str  # in the run's folder
     column: str = ""  # heading of a column in the report with its size; without one it has no column
     computes_the_same: bool = False  # as the consolidated model, with fewer parameters
-
-
-class Series(NamedTuple):
-    """How the report shows one value of `status()`, which is recorded after each epoch.
-
-    draw="lines": a number, or a list or dict of numbers, against epochs; drawn if any of them changes.
-    draw="heatmap": {row: [part, whole]}, a row of cells for each, coloured by part/whole.
-    draw="column": [number, reference], the last one as a column of the results table, with its ratio.
-    """
-
-    title: str
-    draw: Literal["lines", "heatmap", "column"]
-    about: str  # how to read it
-    row: str = "row"  # of a heatmap: what each row stands for
-    cell: str = "value"  # of a heatmap: what is counted; of a column: what the reference is
 
 
 class Strategy(ABC):

@@ -1,4 +1,4 @@
-"""DASO: gradients are averaged inside nodes, parameters between nodes, and those without waiting."""
+"""DASO: gradients are averaged inside nodes; parameters between nodes, while training continues."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class DASO(Strategy):
         self.cycle = Cycle(global_every=min(4, max_global_skips))
         self.plateau = Plateau()
         self.epoch, self.batch = 0, 0
-        self.batches_in_flight = 0  # since the last exchange between nodes began
+        self.batches_in_flight = 0  # batches since the last exchange between nodes began
         self.loss_sum = torch.zeros((), dtype=torch.float64)  # over the batches of this epoch
         self.is_in_sync = True  # all ranks have the same parameters
         self.node_ranks_differ = False  # since l > 1, ranks of a node have gradients, and so momenta, of their own
@@ -183,29 +183,24 @@ class DASO(Strategy):
         return averaged_copy(self.model, self.comm, self.averaging.names if not self.is_in_sync else [])
 
     def state_dict(self) -> dict[str, Any]:
-        cycle = self.cycle
         return {
             "learner": self.learner.state_dict(), "averaging": self.averaging.state_dict(),
             "local_reducer": self.exchange.states, "plateau": asdict(self.plateau), "loss_sum": self.loss_sum,
-            "cycle": {"between": cycle.global_every, "wait": cycle.delay, "inside": cycle.local_every},
-            "counts": {key: getattr(self, name) for key, name in COUNTS.items()},
+            "cycle": asdict(self.cycle), "counts": {name: getattr(self, name) for name in COUNTS},
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.averaging.load_state_dict(state["averaging"])
         self.learner.load_state_dict(state["learner"])
         self.exchange.states = load_states(self.exchange.states, state["local_reducer"])
-        self.cycle = Cycle(*(state["cycle"][key] for key in ("between", "wait", "inside")))
+        self.cycle = Cycle(**state["cycle"])
         self.plateau = Plateau(**state["plateau"])
         self.loss_sum = state["loss_sum"]
-        for key, name in COUNTS.items():
-            setattr(self, name, state["counts"][key])
+        for name in COUNTS:
+            setattr(self, name, state["counts"][name])
 
 
-COUNTS = {
-    "epoch": "epoch", "batch": "batch", "in_flight": "batches_in_flight", "rail": "rail", "together": "is_in_sync",
-    "apart": "node_ranks_differ",
-}  # key in a saved state → attribute  # fmt: skip
+COUNTS = ("epoch", "batch", "batches_in_flight", "rail", "is_in_sync", "node_ranks_differ")  # in a saved state
 
 
 def _nodes(comm: Comm, ranks_per_node: int | None) -> list[list[int]]:

@@ -20,10 +20,11 @@ from thinwire.exchange.sharded import ShardedTensors
 from thinwire.exchange.sharded_moments import ShardedMoments, probe_moments
 from thinwire.exchange.streamed import Factors
 from thinwire.exchange.whole_network import WholeNetwork
-from thinwire.strategies.base import Series, Strategy
+from thinwire.strategies.base import Strategy
 from thinwire.strategies.ist_setup import Cut, Scale, device_of, find_slices, shard_model
 from thinwire.strategies.ist_shares import Shares, UnitShares
 from thinwire.strategies.learner import Learner, Recipe
+from thinwire.strategies.series import Series
 from thinwire.surgery.meta import copy_non_persistent_buffers
 from thinwire.surgery.narrow import eval_scales, narrow_network
 from thinwire.surgery.slices import UnitIndices
@@ -155,8 +156,8 @@ class IST(Strategy):
 
     def status(self) -> dict[str, Any]:
         """The round, each rank's share of the units, and the size of this rank's network."""
-        subnet = self.slices.num_elements(self.units[self.comm.rank])
-        return {"round": self.round, "shares": self.shares.fractions, "subnet": subnet}
+        size = self.slices.num_elements(self.units[self.comm.rank])
+        return {"round": self.round, "shares": self.shares.fractions, "narrow_elements": size}
 
     def consolidate(self) -> nn.Module:
         """The whole network on every rank; RunError if it does not fit: see `eval_model` and `export`."""

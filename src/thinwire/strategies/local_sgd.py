@@ -96,17 +96,17 @@ class Periodic(Strategy):
     def state_dict(self) -> dict[str, Any]:
         return {
             "learner": self.learner.state_dict(), "averaging": self.averaging.state_dict(),
-            "num_steps": self.num_steps, "in_flight": self.steps_in_flight, "went_on": list(self.has_local_steps),
-            "period": [self.every, self.delay],
+            "num_steps": self.num_steps, "steps_in_flight": self.steps_in_flight,
+            "has_local_steps": list(self.has_local_steps), "period": [self.every, self.delay],
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if (len(state["went_on"]), *state["period"]) != (len(self.has_local_steps), self.every, self.delay):
+        if (len(state["has_local_steps"]), *state["period"]) != (len(self.has_local_steps), self.every, self.delay):
             raise RunError("the saved state is of another period, wait or number of fragments; use the same ones")
         self.averaging.load_state_dict(state["averaging"])
         self.learner.load_state_dict(state["learner"])
-        self.num_steps, self.steps_in_flight = state["num_steps"], state["in_flight"]
-        self.has_local_steps = list(state["went_on"])
+        self.num_steps, self.steps_in_flight = state["num_steps"], state["steps_in_flight"]
+        self.has_local_steps = list(state["has_local_steps"])
 
 
 class LocalSGD(Periodic):

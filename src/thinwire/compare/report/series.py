@@ -1,9 +1,9 @@
-"""What strategies report of themselves, drawn as they declare it: see Series in strategies/base.py."""
+"""What strategies report of themselves, drawn as they declare it: see strategies/series.py."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from thinwire.compare.report.axes import linear_ticks
@@ -11,6 +11,7 @@ from thinwire.compare.report.heatmap import heatmap
 from thinwire.compare.report.style import Figure, layout_of, strategy_colour, strategy_dash
 from thinwire.compare.results import Entry, Record, Results
 from thinwire.run.schema import SeriesSummary
+from thinwire.strategies.series import Draw
 
 
 def declared_series(results: Results) -> dict[str, SeriesSummary]:
@@ -32,9 +33,9 @@ def series_figures(name: str, results: Results) -> Iterator[tuple[int, Entry, Fi
     """A figure for each strategy that declares a series of this name, if there is something to draw."""
     for i, entry in enumerate(results.entries):
         series = series_of(entry).get(name)
-        if series is None or series.draw == "column":
+        if series is None or series.draw not in FIGURES:
             continue
-        figure = (heatmap if series.draw == "heatmap" else lines)(name, series, i, entry)
+        figure = FIGURES[series.draw](name, series, i, entry)
         if figure is not None:
             yield i, entry, figure
 
@@ -70,3 +71,6 @@ def _history(record: Record, name: str) -> dict[str, dict[int, float]]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+FIGURES: dict[Draw, Callable[[str, SeriesSummary, int, Entry], Figure | None]] = {"lines": lines, "heatmap": heatmap}

@@ -17,9 +17,10 @@ from thinwire.errors import RunError, UsageError
 from thinwire.exchange.gradients import AfterBackward, GradientExchange, NoExchange
 from thinwire.reducers.base import Reducer
 from thinwire.reducers.states import load_states
-from thinwire.strategies.base import Series, Strategy
+from thinwire.strategies.base import Strategy
 from thinwire.strategies.learner import Learner, Recipe
 from thinwire.strategies.replicas import replicate
+from thinwire.strategies.series import Series
 from thinwire.strategies.stages.costs import add_up_costs
 from thinwire.strategies.stages.cut_model import CutModel, Stage
 from thinwire.strategies.stages.cutting import Cut, cut_into_blocks, find_starts, layer_names
