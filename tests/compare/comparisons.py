@@ -24,7 +24,7 @@ BEHAVIOUR = {
     DENSE: (2.0, 97.6, 1.0, 9.5),
     SPARSE: (4.5, 96.2, 0.012, 3.9),
     "data_parallel(reducer=error_feedback(topk(ratio=0.01)))": (3.2, 97.1, 0.045, 4.4),
-    "local_sgd(period=8)": (2.8, 96.9, 0.125, 4.6),
+    "local_sgd(every=8)": (2.8, 96.9, 0.125, 4.6),
     "powersgd(rank=2)": (2.4, 97.4, 0.06, 5.2),
 }
 

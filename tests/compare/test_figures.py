@@ -87,7 +87,7 @@ def test_bytes_that_cost_are_those_between_nodes_where_there_are_several(tmp_pat
 
 
 def test_many_strategies_differ_in_colour_or_dash(tmp_path: Path) -> None:
-    html = page(compare(tmp_path, [f"local_sgd(period={i})" for i in range(1, 12)], (0,)))
+    html = page(compare(tmp_path, [f"local_sgd(every={i})" for i in range(1, 12)], (0,)))
     lines = [trace["line"] for trace in drawn(html)["curve-train_seconds"]["data"]]
     assert len({(line["color"], line["dash"]) for line in lines}) == 11
 

@@ -17,7 +17,7 @@ from thinwire.run.records import RunFolder
 
 def test_in_a_browser(tmp_path: Path) -> None:
     specs = [*BEHAVIOUR, "data_parallel", "alone"]  # with both baselines, a target and unequal work: all columns
-    compare(tmp_path, specs, (0, 1), target=96.0, unfinished=(run_place(3, "local_sgd(period=8)", 1),))
+    compare(tmp_path, specs, (0, 1), target=96.0, unfinished=(run_place(3, "local_sgd(every=8)", 1),))
     run = RunFolder(tmp_path / run_place(0, DENSE, 0))
     run.save_summary(json.loads(run.summary.read_text()) | {"steps": 9, "samples": 123_456_789})
     check_in_browser(write_report(read_results(tmp_path)), figures=5 + len(specs))

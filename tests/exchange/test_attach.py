@@ -246,10 +246,10 @@ def partly_sick(comm: Comm) -> tuple[int, bool, bool]:
     return len(states), skipped, unchanged
 
 
-def test_a_skipped_step_changes_no_parcels_residual(process_world: ProcessWorlds) -> None:
+def test_a_skipped_step_changes_no_buckets_residual(process_world: ProcessWorlds) -> None:
     """Also not of those buckets whose own result was finite."""
-    for num_parcels, skipped, unchanged in process_world.run(partly_sick, 4):
-        assert num_parcels > 1
+    for num_buckets, skipped, unchanged in process_world.run(partly_sick, 4):
+        assert num_buckets > 1
         assert skipped
         assert unchanged
 

@@ -265,7 +265,7 @@ def test_a_step_that_is_not_finite_leaves_feedback_as_it_was() -> None:
     assert all(torch.equal(a.mean["p0"], b.mean["p0"]) for a, b in zip(well, after, strict=True))
 
 
-def test_parcels_with_equal_data_are_rounded_otherwise() -> None:
+def test_buckets_with_equal_data_are_rounded_otherwise() -> None:
     def run(comm: Comm) -> list[Tensor]:
         data = torch.linspace(-1, 1, 400)
         return [steps(comm, spec, [{name: data}])[0].error()[name] for name in ("a", "b") for spec in specs]

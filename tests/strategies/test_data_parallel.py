@@ -50,7 +50,7 @@ def test_two_processes_compute_bit_for_bit_what_two_threads_do(process_world: An
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
-def test_parcels_do_not_change_the_result_of_a_process_rank(process_world: Any, ranks: int) -> None:
+def test_buckets_do_not_change_the_result_of_a_process_rank(process_world: Any, ranks: int) -> None:
     """Small buckets travel one by one; the sums are the same to rounding."""
     whole = process_world.run(train_plain, ranks, "data_parallel")[0]
     small = process_world.run(train_plain, ranks, "data_parallel(bucket_mb=0.0005)")[0]
@@ -160,7 +160,7 @@ def test_processes_reduce_on_the_communication_thread(process_world: Any) -> Non
         assert threads == {"thinwire-world"}
 
 
-def test_parcels_that_span_buckets_give_the_means_of_the_whole(process_world: Any) -> None:
+def test_buckets_that_span_ddp_buckets_give_the_means_of_the_whole(process_world: Any) -> None:
     """Threads exchange after the backward pass, processes bucket by bucket."""
     (on_threads, *_), *_ = tw.simulate(with_counting, ranks=4)
     for on_processes, *_ in process_world.run(with_counting, 4):
