@@ -25,10 +25,17 @@ app = App(
     help="""Train neural networks over thin wires. Start here:
 
     ```
-    thinwire train --ranks 4                                  # train on digits, in four processes
-    thinwire compare data_parallel --ranks 4 --link 100mbit   # on a real slow network
-    thinwire list strategies                                  # all strategies and their options
-    torchrun --nproc-per-node 4 -m thinwire train             # in processes that torchrun starts
+    # train on digits, in four processes
+    thinwire train --ranks 4
+
+    # compare two strategies on a real slow network
+    thinwire compare data_parallel diloco --ranks 4 --link 100mbit
+
+    # list all strategies and their options
+    thinwire list strategies
+
+    # train in processes that torchrun starts
+    torchrun --nproc-per-node 4 -m thinwire train
     ```
     """,
 )

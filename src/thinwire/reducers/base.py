@@ -21,7 +21,7 @@ class Reduced(NamedTuple):
     """What one reduction gives."""
 
     mean: Named  # bitwise the same on every rank
-    error: Callable[[], Named]  # float32: what this rank gave, less what the others saw of it; call it at once
+    error: Callable[[], Named]  # float32: this rank's input less the part of it in the mean; call it at once
     state: ReducerState
 
 
@@ -37,9 +37,8 @@ class Reducer(NamedTuple):
     pass. The mean over ranks of (given − error) is the mean that it returns.
 
     `contracting` is the form for use under error feedback, whose error is smaller than what it was given; None if that
-    is the reducer itself. Without feedback a mean that is right on average matters, even if single results are far
-    off. With feedback that would let errors grow from step to step: there numbers are rounded to the nearest, and
-    nothing is magnified.
+    is the reducer itself. Without feedback the result must be unbiased. With feedback the error must be smaller than
+    the input, or it grows from step to step: so numbers are rounded to the nearest level, and nothing is magnified.
     """
 
     init: Callable[[Named], ReducerState]

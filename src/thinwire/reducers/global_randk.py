@@ -27,8 +27,8 @@ def global_randk(
     The vector is cut into K equal parts and one coordinate of each is drawn from (step, bucket), so no index travels,
     and sums work. What was drawn is multiplied by the size of its part, so that E[out] is the mean. Under
     error_feedback it is not: there the rest is not lost but waits. Wire bytes per rank: those of `inner` for K + 1
-    elements, K = max(1, round(ratio·P)); for `mean`, 2(n−1)/n·4(K + 1). The one more is NaN if anything is not finite,
-    sent or not.
+    elements, K = max(1, round(ratio·P)); for `mean`, 2(n−1)/n·4(K + 1). The extra element is NaN if
+    any input is not finite, even one that is not sent.
 
     With feedback an element waits 1/ratio steps on average, and then all that it collected comes at once: a ratio of
     0.01 needs a learning rate some ten times lower than the exact mean, and as many more steps.

@@ -43,8 +43,8 @@ def maxnorm(
     With 8 bits: M = maxᵢ‖gᵢ‖∞ for each block, qᵢ = round(s·gᵢ/M), out = M/(s·n)·Σqᵢ, summed as int8 with s = ⌊127/n⌋.
     Wire bytes per rank: 2(n−1)/n·P + 2(n−1)/n·4⌈P/block⌉. When s would be less than 7 (from 19 ranks on), and with
     fewer bits, packed words go to the rank that owns their part, which sends the rounded mean back:
-    2(n−1)/n·(P·bits/8 + 4P/block), a part padded to 8 elements a block. Unbiased; variance at most M²/(4s²)/n per
-    element (packed: that and the same once more for the mean's own scale).
+    2(n−1)/n·(P·bits/8 + 4P/block), where each rank's part is padded to a multiple of 8 elements. Unbiased; variance at
+    most M²/(4s²)/n per element (packed: that and the same once more for the mean's own scale).
 
     `block` is 512 elements for 8 bits, 256 for 4 and 64 for 2 by default.
     `predicted` takes M from the last step and saves a round trip: see `_predicted_mean`. With 8 bits only.
@@ -69,7 +69,7 @@ def maxnorm(
 
 
 def can_sum_codes(bits: int, comm: Comm, name: str) -> bool:
-    """Whether 8-bit codes can be summed on the wire; says so, in the name of a reducer, if there are too many ranks."""
+    """Whether 8-bit codes can be summed on the wire; if there are too many ranks, says so with the reducer's name."""
     levels = sum_levels(comm.size)
     if bits == 8 and levels < MIN_LEVELS:
         say(

@@ -21,7 +21,7 @@ from thinwire.reducers.vectors import Averaged, Randomness
 def coded_mean(
     x: Tensor, make_codec: Callable[[int], Codec], block: int, randomness: Randomness, comm: Comm
 ) -> Averaged:
-    """Mean of vectors that travel as a codec's words: to their owners, whose means in float32 come back as words.
+    """Mean of vectors that travel as packed words; the owner of a part sends the mean of that part back, packed too.
 
     What the owner's rounding of the mean loses, times n, is part of the owner's error.
     """

@@ -16,7 +16,7 @@ def partition(
 
     Wire bytes are those of both. Vectors are a few thousandths of a model, and what suits matrices suits them badly.
 
-    Wire: as `matrices`, and 32 bits for each element of a vector.
+    Wire: as `matrices`, and as `vectors` (32 bits by default) for each element of a vector.
     """
     parts = {"matrices": matrices, "vectors": vectors}
 

@@ -102,8 +102,7 @@ def _factors(stack: _Stack, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _orthonormal(x: Tensor, old: Tensor) -> Tensor:
-    """An orthonormal basis of x's columns; where they span too little, of the old basis too, not of unit vectors that
-    later gradients may never meet."""
+    """An orthonormal basis of the columns of x. If they are dependent, the old basis fills the gap."""
     size = x.abs().amax((1, 2), keepdim=True)
     basis: Tensor = torch.linalg.qr(x / torch.where(size > 0, size, 1.0) + 1e-6 * old).Q
     return basis

@@ -25,7 +25,7 @@ class Averaged(NamedTuple):
 
 
 class Randomness(NamedTuple):
-    """Keys of random numbers: others in every step and bucket, and the same on every rank."""
+    """Keys of random numbers: different in every step and bucket, and the same on every rank."""
 
     seed: int
     unbiased: bool = True

@@ -60,7 +60,9 @@ def _sent_line(summary: dict[str, Any]) -> str:
     total, training = bytes_of(sent), bytes_of(sent, TRAINING)
     words = f"sent {format_bytes(total)} by all ranks, {format_bytes(training)} of it in training"
     return (
-        f"{words}; {format_bytes(total / ranks)} by a rank on average; times are of the slowest" if ranks > 1 else words
+        f"{words}; {format_bytes(total / ranks)} by a rank on average; times are those of the slowest rank"
+        if ranks > 1
+        else words
     )
 
 

@@ -43,12 +43,12 @@ from thinwire.surgery.standard import to_standard_modules
 class AB(Strategy):
     """Train low-rank factors of the weights, in groups that communicate only inside themselves.
 
-    After a warm-up of data parallelism each weight becomes W = A·B, without its σᵢ ≤ cutoff·σ₁. Half of the groups
-    train A, half B, each on its own data. Every S steps the groups sync, W ← Ā·B̄. Then all ranks train W for D steps
-    (rebound), and factor it anew. Wire bytes per rank and step, of P parameters on n ranks in groups of g: 2(n−1)/n·4P
-    in warm-up and rebound. Between them 2(g−1)/g·4(N_A + N_o), or N_B instead of N_A, and none between groups. A sync
-    sends 2(n−1)/n·4(N_A + N_B + N_o), or 4P instead with sync=full; new factors are a broadcast of 4(N_A + N_B). N_o
-    is what is not factored: vectors, embeddings, first and last layer.
+    After a warm-up of data parallelism each weight becomes W = A·B; singular values σᵢ ≤ cutoff·σ₁ are dropped.
+    Half of the groups train A, half B, each on its own data. Every S steps the groups sync, W ← Ā·B̄. Then all ranks
+    train W for D steps (rebound), and factor it anew. Wire bytes per rank and step, of P parameters on n ranks in
+    groups of g: 2(n−1)/n·4P in warm-up and rebound. Between them 2(g−1)/g·4(N_A + N_o), or N_B instead of
+    N_A, and none between groups. A sync sends 2(n−1)/n·4(N_A + N_B + N_o), or 4P instead with sync=full; new factors
+    are a broadcast of 4(N_A + N_B). N_o is what is not factored: vectors, embeddings, first and last layer.
 
     Coquelin et al., "AB-Training: A Communication-Efficient Approach for Distributed Low-Rank Learning", 2024.
     """

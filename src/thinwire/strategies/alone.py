@@ -27,8 +27,8 @@ class Alone(Strategy):
     θ ← θ − η·opt((1/m)·Σᵢ ∇Lᵢ(θ)) over the m ranks of a machine. The m ranks share the batch that all ranks share with
     other strategies, so updates and samples are as many. A machine is a node; if all ranks are on one node, each rank
     is a machine. The result is the model of rank 0's machine. Wire bytes per rank and step: between machines 0; inside
-    a machine 2(m−1)/m·4P, and as much for a number per tensor, which says whether a rank of the machine used it:
-    parameters may get no gradient in a step, as in plain training.
+    a machine 2(m−1)/m·4P, and a small all-reduce of one number per tensor. It tells whether any rank of the machine
+    used the tensor: a parameter may get no gradient in a step, as in plain training.
 
     This is the baseline that training over a network must beat. All machines train at the same time. So simulated
     hosts share the cores of this machine as they do with any other strategy, and times can be compared.

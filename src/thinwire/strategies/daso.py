@@ -27,7 +27,7 @@ from thinwire.strategies.replicas import averaged_copy, replicate
 
 
 class DASO(Strategy):
-    """Average gradients inside a node every batch, and parameters between nodes now and then, without waiting.
+    """Average gradients inside nodes, and parameters between nodes every few batches while training continues.
 
     Between nodes, one rank of each node averages parameters with its peers. Those ranks form a rail, and rails take
     turns. In the first and last epochs (warm-up, cool-down) they do so after every batch, and all ranks wait. In
@@ -55,7 +55,7 @@ class DASO(Strategy):
         stability: Annotated[
             float, Field(ge=0, le=1)
         ] = 0.05,  # share by which an epoch's loss must fall to count as an improvement
-        merge: Literal["paper", "delta"] = "paper",  # late mean: paper = average with it, delta = add the difference
+        merge: Literal["paper", "delta"] = "paper",  # of a late result: paper = average with it, delta = add the change
         reducer: Reducer = bf16(),  # how changes of the parameters are averaged between nodes
         local_reducer: Reducer = mean(),  # how gradients are averaged inside a node
     ) -> None:

@@ -65,7 +65,7 @@ class IST(Strategy):
         *,
         local_steps: PositiveInt = 16,  # τ: steps of a round; higher = fewer bytes, units mix less often
         cut: Cut = "units",  # units = hidden units, channels and attention heads; blocks = whole residual blocks
-        scale: Scale = "eval",  # train = units ×n in training; eval = units ×1/n in the whole; norm = by norm layers
+        scale: Scale = "eval",  # train = units ×n in training; eval = units ×1/n in the whole network; norm = by norms
         optimizer_state: Literal["carry", "reset"] = "carry",  # carry = moments move with units; reset = begin at 0
         shares: Shares = "equal",  # units per rank: equal, measured (by speed), or a list of weights, as [2, 1]
         calibration: NonNegativeInt = 8,  # batches that each rank keeps to measure BatchNorm's statistics; 0 = none

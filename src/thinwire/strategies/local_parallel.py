@@ -51,9 +51,9 @@ class LocalParallel(Staged):
     L_k = loss(head_k(z_k), y). No block waits for a gradient, so there is no bubble after the first batches. With a
     window of o, L_k reaches back through o blocks, and θ_k gets Σ_j ∂L_j/∂θ_k of j = k … k+o−1, or only the farthest of
     them. It is delayed, not stale: pipelined over ranks it computes what one process would, bit for bit. Wire bytes
-    per step and boundary: |z|, and (o−1)·|z| back. The model that you give is emptied.
+    per step and boundary: |z|, and (o−1)·|z| back. The tensors of the model that you give are taken out of it.
 
-    Laskin et al., "Parallel Training of Deep Networks with Local Updates", 2020. Overlap: Gomez et al., "Interlocking
+    Laskin et al., "Parallel Training of Deep Networks with Local Updates", 2020. Windows: Gomez et al., "Interlocking
     Backpropagation", 2022.
     """
 
@@ -73,7 +73,7 @@ class LocalParallel(Staged):
         queue: PositiveInt = 2,  # micro-batches that may wait on each side of a boundary; more = smoother, more memory
         wire: Wire = "exact",  # how activations are sent: exact, bf16 or int8
         reducer: Reducer = mean(),  # how gradients are averaged over the replicas of a block
-        seed: Annotated[int, Field(ge=0)] = 0,  # random seed for heads and dropout, hashed with the first weights
+        seed: Annotated[int, Field(ge=0)] = 0,  # random seed of heads and dropout; the initial weights count too
     ) -> None:
         micro_batches = max(recipe.accumulate, microbatches)
         recipe = replace(recipe, accumulate=micro_batches)

@@ -153,7 +153,7 @@ class DiLoCo(Periodic):
         outer_lr: PositiveFloat = 0.7,  # ν: learning rate of the outer optimizer; 1 = all the way to the mean
         outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5,  # μ: outer momentum; try 0.9 for long runs
         fragments: PositiveInt = 1,  # parts of the model, exchanged in turn; more = smaller messages, more often
-        wait: NonNegativeInt | None = None,  # steps an exchange may take; default: 0, or with fragments every/fragments
+        wait: NonNegativeInt | None = None,  # steps from sending to merging; default: 0, with fragments every/fragments
         reducer: Reducer = mean(),  # how the ranks' changes since the last outer step are averaged
     ) -> None:
         longest = every // fragments

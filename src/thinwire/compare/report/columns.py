@@ -59,7 +59,7 @@ def more_columns(results: Results) -> list[Column]:
         *([_column("Sent in training, inside nodes", sent(TRAINING, "inside"), format_bytes, 0)] if link else []),
         _column(f"Sent otherwise, {where}", sent(OTHER_PURPOSES, link), format_bytes, 0),
         _column(f"Sent in all, {where}", sent(None, link), format_bytes, -1),
-        Column("In all between nodes, by kernel", _kernel_cell),
+        Column("In all between nodes, by Linux", _kernel_cell),
         *_artifact_columns(results),
         *_series_columns(results),
     ]
