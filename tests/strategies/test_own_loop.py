@@ -1,4 +1,4 @@
-"""What people do in loops of their own: torch's schedulers, gradients that something else left, stop and go on."""
+"""What people do in loops of their own: torch's schedulers, gradients that something else left, stop and resume."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_gradients_that_something_else_left_are_not_part_of_a_step(world: World,
     assert same(without, left)
 
 
-# ---- stop and go on
+# ---- stop and resume
 
 
 class Words(Dataset[tuple[Tensor, Tensor]]):

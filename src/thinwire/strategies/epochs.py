@@ -55,7 +55,7 @@ def _check_positions(loader: Loader, comm: Comm) -> None:
         found = [f"rank {r} at batch {batch} of epoch {epoch}" for r, (epoch, batch, _) in enumerate(positions)]
         raise UsageError(
             f"ranks are at different positions: {', '.join(found)}; load on every rank the state of the same step "
-            "(docs/library.md, Stop and go on)"
+            "(docs/library.md, Stop and resume)"
         )
 
 
