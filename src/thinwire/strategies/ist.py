@@ -42,7 +42,7 @@ class IST(Strategy):
     stay in their shard as they are; tensors that all ranks have are averaged. Wire bytes per rank and round, of n
     ranks: 2(n−1)/n·4·P_sub, of P_sub elements of a narrow network (of an MLP with layers h: h₀h₁/n + Σ h_l·h_{l+1}/n² +
     h_L·C/n), and as much again for each moment that is carried. Memory per rank: P_sub·(2 + s) + P/n·(1 + s if
-    carried), of s moments per parameter. The model that you give is emptied.
+    carried), of s moments per parameter. The tensors of the model that you give are taken out of it.
 
     Yuan et al., "Distributed Learning of Fully Connected Neural Networks using Independent Subnet Training", VLDB 2022.
     Blocks: Dun et al., "ResIST: Layer-Wise Decomposition of ResNets for Distributed Training", 2022.
