@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
@@ -30,19 +31,25 @@ os.environ["OMP_NUM_THREADS"] = "1"  # so do the programs that they start
 
 # ---- which tests are quick, and their order
 
+LEAST_CASES = 2  # of a test with parameters, make quick runs so many of its cases, or a fifth
 PROCESS_FIXTURES = {"program_server", "process_world"}
 PROCESS_NAMES = {"subprocess", "multiprocessing", "sync_playwright", "ends_of"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "quick: runs in this process alone (set in conftest.py); see make quick")
-    config.addinivalue_line("markers", "slow: runs in this process, but is left out of make quick")
+    config.addinivalue_line("markers", "quick: one of the tests of make quick (set in conftest.py)")
+    config.addinivalue_line("markers", "slow: starts no process, but takes too long for make quick")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that start no process as quick, and run the longest first, so that no worker is left with one."""
+    """Mark the quick tests, and run the longest first, so that no worker is left with one at the end."""
+    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if not _starts_processes(item) and not item.get_closest_marker("slow"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))  # a mixture, and always the same
+        for item in cases[: max(LEAST_CASES, len(cases) // 5)]:
             item.add_marker(pytest.mark.quick)
     items.sort(key=_order)
 
@@ -143,6 +150,7 @@ def _eventually(holds: Callable[[], bool], seconds: float = 5.0) -> bool:
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves a process, a thread, a process group or a changed environment behind."""
+    torch.manual_seed(0)  # what a test draws does not depend on the tests before it
     for name in {"world", "program_server"} & set(request.fixturenames):
         request.getfixturevalue(name)  # its processes are there before we look
     threads, children, environment = set(threading.enumerate()), _children(), dict(os.environ)

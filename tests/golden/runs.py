@@ -71,8 +71,8 @@ def names() -> list[str]:
     return [*strategies(), *(f"reducer-{name}" for name in reducers())]
 
 
-def record(name: str, processes: ProcessWorlds) -> list[dict[str, Any]]:
-    """Run what a file is about."""
+def record(name: str, processes: ProcessWorlds | None) -> list[dict[str, Any]]:
+    """Run what a file is about; processes are needed for those in ON_PROCESSES."""
     if name.startswith("reducer-"):
         specs = [
             f"data_parallel(reducer={spec}, bucket_mb=0.002)" for spec in reducers()[name.removeprefix("reducer-")]
@@ -82,6 +82,7 @@ def record(name: str, processes: ProcessWorlds) -> list[dict[str, Any]]:
     runs = []
     for spec in specs:
         if name in ON_PROCESSES:
+            assert processes is not None
             ranks = processes.run(train, ON_PROCESSES[name], spec)
         else:
             ranks = tw.simulate(lambda comm, spec=spec: train(comm, spec), ranks=RANKS, nodes=NODES)  # type: ignore[misc]

@@ -264,6 +264,7 @@ def test_maxnorm_is_no_noisier_than_the_theory_says(bits: int, ranks: int) -> No
 FEEDBACK = [spec for spec in SPECS if registry.build("reducers", spec).keeps_errors and "sign" not in spec]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", FEEDBACK)
 def test_with_feedback_what_is_lost_comes_later(spec: str) -> None:
     """Law 3: the sums of results and of gradients differ by the mean residual alone, and that does not grow."""

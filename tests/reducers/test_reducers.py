@@ -46,6 +46,7 @@ def test_bytes_against_float32_on_four_ranks(spec: str, limit: float) -> None:
     assert all(sent / exact(shapes, 4) <= limit for sent in tw.simulate(run, ranks=4))
 
 
+@pytest.mark.slow
 def test_powersgd_on_vgg16_sends_a_hundredth() -> None:
     shapes = shapes_of("vgg16")
     reducer = registry.build("reducers", "powersgd(rank=4)")

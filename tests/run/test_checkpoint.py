@@ -212,6 +212,7 @@ def test_what_is_no_manifest_sends_to_the_one_before(two_steps: Any, manifest: b
     assert two_steps(manifest)[0][0][0] == 10
 
 
+@pytest.mark.slow
 def test_a_manifest_that_was_cut_or_changed_anywhere_sends_to_the_one_before(two_steps: Any) -> None:
     whole = two_steps.whole
     for at in range(0, len(whole), 3):

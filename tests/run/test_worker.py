@@ -133,6 +133,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(tmp_path: Pat
     assert not same_files(tmp_path / "a", tmp_path / "c")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(("step", "every"), [(3, 2), (46, 0), (60, 7), (89, 44)])
 def test_resume_is_exact_alone(tmp_path: Path, step: int, every: int, optimizer: str) -> None:

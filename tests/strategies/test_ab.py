@@ -614,6 +614,7 @@ def at_every_step(comm: Comm, spec: str) -> list[tuple[int, str]]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sync", "moments"), [("learned", "reset"), ("stale", "slice"), ("full", "rotate")])
 def test_resume_in_every_phase_is_bit_exact(world: World, sync: str, moments: str) -> None:
     spec = f"ab(sync_every=6, warmup=2, rebound=2, climb=3, cutoff=0.7, sync={sync}, moments={moments})"

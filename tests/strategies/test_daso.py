@@ -289,6 +289,7 @@ def test_a_run_without_cycling_is_told(capsys: pytest.CaptureFixture[str]) -> No
     assert "8 of 8 epochs are warm-up or cool-down, in which nodes wait for each other" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "told"), [("", "8 of 9 epochs are"), (", warmup_epochs=1, cooldown_epochs=1", "")])
 def test_a_run_with_little_cycling_is_told_what_saves(
     options: str, told: str, capsys: pytest.CaptureFixture[str]
@@ -342,6 +343,7 @@ def long_and_stopped(comm: Comm, stops: tuple[int, ...]) -> list[dict[str, Tenso
     return found
 
 
+@pytest.mark.slow
 def test_a_run_stopped_in_mid_cycle_goes_on_exactly(world: World) -> None:
     results = world(long_and_stopped, 4, (1, 29, 41, 61, 62))
     for straight, *resumed in results:

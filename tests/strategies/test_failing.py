@@ -63,6 +63,7 @@ def test_on_threads_every_rank_ends_with_the_one_that_fails(spec: str, ranks: in
             tw.simulate(lambda comm: train_until(comm, spec, rank, step, inside), ranks=ranks, nodes=nodes)  # noqa: B023
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", UNEVEN)
 def test_a_node_of_one_rank_may_fail_at_any_step(spec: str) -> None:
     for step in range(NUM_STEPS):

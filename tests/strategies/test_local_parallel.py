@@ -174,6 +174,7 @@ def test_pipelined_over_processes_is_the_one_process_loop_bit_for_bit(
     assert all(process_world.run(pipelined_and_not, ranks, kind, 0.3, spec, overlap, reduce, pieces, 7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "ranks", "options", "overlap", "reduce", "pieces"), CASES)
 def test_so_it_is_on_threads(kind: str, ranks: int, options: str, overlap: int, reduce: str, pieces: int) -> None:
     def run(comm: Comm) -> bool:

@@ -353,6 +353,7 @@ def sampled(comm: Comm, spec: str, right: bool) -> tuple[str, int]:
     return told, done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["local_parallel", "local_parallel(window=2, microbatches=2)", "pipeline"])
 def test_stages_that_read_different_batches_are_stopped_in_the_first_step(world: World, spec: str) -> None:
     (_, _), (told, done) = world(with_a_distributed_sampler, 2, spec, False)

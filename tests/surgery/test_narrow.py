@@ -20,6 +20,7 @@ from thinwire.surgery.slices import Slices, take_slice
 from thinwire.surgery.unit_assignment import assign_units
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("name", NETS)
 @torch.no_grad()

@@ -91,6 +91,7 @@ def cifar() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     }
 
 
+@pytest.mark.slow
 def test_cifar10_reads_binary_and_python_files_alike(
     tmp_path: Path, cifar: dict[str, tuple[np.ndarray, np.ndarray]]
 ) -> None:

@@ -29,7 +29,8 @@ class Pipeline(Staged):
 
     A batch is split into M micro-batches, which go through the K blocks one after the other, and back. It computes what
     one rank would (BatchNorm sees micro-batches). Each rank is idle for (K−1)/(M+K−1) of every step, and longer if the
-    link is slow. Wire bytes per step and boundary: |z| forward and |z| back. The tensors of the model that you give are taken out of it.
+    link is slow. Wire bytes per step and boundary: |z| forward and |z| back. The tensors of
+    the model that you give are taken out of it.
 
     Huang et al., "GPipe", 2019. 1F1B: Narayanan et al., "PipeDream", 2019.
     """

@@ -39,7 +39,9 @@ def to_meta(model: nn.Module) -> dict[str, Tensor]:
 def refuse_moved_to_meta(model: nn.Module) -> None:
     """Raise UsageError for a model whose tensors to_meta took out."""
     if model in _MOVED_TO_META:
-        raise UsageError("the tensors of this model were taken out when it was prepared; give a new one, or what consolidate returned")
+        raise UsageError(
+            "the tensors of this model were taken out when it was prepared; give a new one, or what consolidate returned"
+        )
 
 
 def copy_non_persistent_buffers(source: nn.Module, target: nn.Module) -> None:

@@ -26,7 +26,7 @@ class Stage(nn.Module):
 
 
 class CutModel:
-    """`stage` is this rank's own; `stages` and `model` are on the meta device. The tensors of the given model are taken out of it."""
+    """`stage` is this rank's own; `stages` and `model` are on the meta device: their tensors are taken out."""
 
     def __init__(self, model: nn.Module, stages: Sequence[Stage], layout: StageLayout, comm: Comm) -> None:
         self.layout, self.comm = layout, comm
