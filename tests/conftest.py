@@ -70,14 +70,18 @@ def _starts_processes(item: pytest.Item) -> bool:
 
 @cache
 def _mentions_processes(function: FunctionType) -> bool:
-    function = inspect.unwrap(function)
-    names = _names(function.__code__)
-    called = (function.__globals__.get(name) for name in names)
-    return bool(names & PROCESS_NAMES) or any(
-        _mentions_processes(one)
-        for one in called
-        if isinstance(one, FunctionType) and one.__module__.startswith("tests.") and inspect.unwrap(one) is not function
-    )
+    seen: set[FunctionType] = set()
+    todo = [inspect.unwrap(function)]
+    while todo:
+        one = todo.pop()
+        seen.add(one)
+        names = _names(one.__code__)
+        if names & PROCESS_NAMES:
+            return True
+        called = (one.__globals__.get(name) for name in names)
+        ours = {inspect.unwrap(c) for c in called if isinstance(c, FunctionType) and c.__module__.startswith("tests.")}
+        todo += [c for c in ours if c not in seen]
+    return False
 
 
 def _names(code: CodeType) -> set[str]:

@@ -7,8 +7,10 @@ import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
+from importlib import import_module
 
 from tests.architecture import FILES, LAYERS, PAGE, SOURCE, graph, imports, layer, name, own, parsed, written
+from thinwire.comm.base import Comm
 from thinwire.registry.table import TABLE
 
 NO_TORCH = ("errors", "spec", "registry", "config", "netlab", "compare", "cli", "__main__")  # so that they start fast
@@ -137,10 +139,30 @@ def test_the_page_names_modules_that_exist() -> None:
         assert not named - inside - {path.stem for path in SOURCE.glob("*.py")}, folder
 
 
-def test_the_glossary_names_modules_that_exist() -> None:
-    modules = {name(path).removesuffix("/__init__").replace("/", ".") for path in FILES}
+def test_the_glossary_names_things_that_exist() -> None:
+    """`Name` in `folder.module` can be imported; a module alone is there."""
     text = (PAGE.parent / "glossary.md").read_text()
+    placed = re.findall(r"`(\w+)(?:\(\))?` in `([a-z_.]+)`", text)
+    assert len(placed) >= 15
+    assert not [(what, where) for what, where in placed if not hasattr(import_module(f"thinwire.{where}"), what)]
     folders = {path.name for path in SOURCE.iterdir()}
+    modules = {name(path).removesuffix("/__init__").replace("/", ".") for path in FILES}
     named = {word for word in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)`", text) if word.split(".")[0] in folders}
-    assert len(named) > 20
-    assert not {word for word in named if word not in modules and word.rpartition(".")[0] not in modules}
+    of_comm = {f"comm.{attribute}" for attribute in (*Comm.__annotations__, *vars(Comm))}  # comm.rank, say
+    assert not named - modules - of_comm
+
+
+def test_no_import_is_relative() -> None:
+    """The rules above read absolute imports."""
+    assert not [name(p) for p in FILES for n in ast.walk(parsed(p)) if isinstance(n, ast.ImportFrom) and n.level]
+
+
+def test_the_command_line_and_the_report_start_without_torch() -> None:
+    program = """
+import sys, thinwire.cli, thinwire.compare.report, thinwire.launch.settings
+from thinwire import registry
+[registry.describe(kind) for kind in registry.TABLE]
+print("torch" in sys.modules)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    assert ran.stdout.strip() == "False"

@@ -32,6 +32,7 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
 
 
+@pytest.mark.slow  # some start processes, too
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.name)
 def test_python_blocks_run_in_order(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # some write files
@@ -74,7 +75,7 @@ def test_the_demo_reaches_95_percent_and_writes_its_report(tmp_path: Path) -> No
     ).stdout.splitlines()
     command = next(line for line in lines if "thinwire compare" in line)
     command = command.removeprefix(".venv/bin/")
-    for there, sooner in (("--seeds 2", "--seeds 1"), (" --link 100mbit", "")):
+    for there, sooner in (("--seeds 2", "--seeds 1"), ("--link 100mbit", "--link 1gbit")):
         assert there in command
         command = command.replace(there, sooner)
     call(f"{command} --out demo", tmp_path)

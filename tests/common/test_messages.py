@@ -94,7 +94,7 @@ def test_the_root_logger_gets_them_only_if_a_program_asks(
     assert capsys.readouterr().err == "thinwire: hello\n" * 2
 
 
-def test_a_logger_that_was_set_up_before_the_import_stays_as_it_is() -> None:
+def test_a_logger_that_was_set_up_before_the_import_keeps_its_handlers() -> None:
     done = run("""
 import logging, sys
 logger = logging.getLogger("thinwire")
@@ -105,7 +105,7 @@ logger.setLevel(logging.INFO)
 say("now")
 print(len(logger.handlers), logger.propagate)
 """)
-    assert (done.stdout, done.stderr) == ("now\n1 True\n", "")
+    assert (done.stdout, done.stderr) == ("info\nnow\n1 True\n", "")
 
 
 def test_lines_are_whole_and_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,3 +128,27 @@ for i in range(3):
 print("done")
 """)
     assert (done.stdout, done.stderr) == ("done\n", "")
+
+
+HANDLER = "logging.getLogger('thinwire').addHandler(logging.StreamHandler(sys.stdout))"
+LEVEL = "logging.getLogger('thinwire').setLevel(logging.WARNING)"
+SAY = "from thinwire.common.messages import say; say('hello')"
+
+
+@pytest.mark.parametrize("order", ["import thinwire as tw; {0}; {1}", "{0}; import thinwire as tw; {1}"])
+def test_a_program_that_adds_a_handler_gets_the_messages(order: str) -> None:
+    done = run(f"import logging, sys; {order.format(HANDLER, SAY)}")
+    assert (done.stdout, done.stderr) == ("hello\n", "")
+
+
+@pytest.mark.parametrize("order", ["import thinwire as tw; {0}; {1}", "{0}; import thinwire as tw; {1}"])
+def test_a_level_that_a_program_sets_stays(order: str) -> None:
+    done = run(f"import logging; {order.format(LEVEL, SAY)}")
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_errors_are_logged_as_errors(kept: Kept) -> None:
+    logger.setLevel(logging.WARNING)
+    say("it failed", level=logging.ERROR)
+    logger.setLevel(logging.INFO)
+    assert kept.messages == ["it failed"]

@@ -85,7 +85,7 @@ def test_ranks_are_of_the_first_finished_seed_that_has_some(tmp_path: Path) -> N
                Record(2, tmp_path, {}, [row], []), Record(3, tmp_path, {}, [row], [])]  # fmt: skip
     figure = heatmap("layer_ranks", RANK_SERIES, 6, Entry(LOW, records))
     assert figure is not None
-    assert figure.name == "layer_ranks-7"
+    assert figure.name == "series-layer_ranks-7"
     assert "seed 2" in figure.reading
     assert heatmap("layer_ranks", RANK_SERIES, 6, Entry(LOW, records[:2])) is None
 
@@ -116,12 +116,12 @@ def test_a_section_of_ranks_only_where_there_are_some(tmp_path: Path) -> None:
     assert "Rank of each layer" not in page(compare(tmp_path / "none", [DENSE, SPARSE], (0,)))
     html = page(compare(tmp_path / "one", [DENSE, LOW], (0,), layers=("1", "3")))
     assert "Rank of each layer Each row is a layer" in text(html)
-    assert {name for name in drawn(html) if name.startswith("layer_ranks")} == {"layer_ranks-2"}
+    assert {name for name in drawn(html) if name.startswith("series-layer_ranks")} == {"series-layer_ranks-2"}
     html = page(compare(tmp_path / "two", [LOW, DENSE, "ab(cutoff=0.5)"], (0,)))
     section = html[html.index("<h2>Rank") : html.index("<h2>Timeline")]
     assert re.findall(r"<details( open)?>.*?id=\"(.*?)\"", section) == [
-        (" open", "layer_ranks-1"),
-        ("", "layer_ranks-3"),
+        (" open", "series-layer_ranks-1"),
+        ("", "series-layer_ranks-3"),
     ]
     assert "2ab" not in text(f"<body>{section}")
     assert "3ab(cutoff=0.5)" in text(f"<body>{section}")
@@ -133,6 +133,6 @@ def test_names_of_layers_stay_text(tmp_path: Path) -> None:
     assert name not in html
     assert "<" not in json_text(html)
     assert html.count("</script>") == 3
-    figure = drawn(html)["layer_ranks-1"]
+    figure = drawn(html)["series-layer_ranks-1"]
     assert figure["layout"]["yaxis"]["ticktext"] == ["&lt;/script&gt;&lt;b&gt;", "&amp;lt;"]
     assert figure["data"][0]["text"][0][0].startswith("layer &lt;/script&gt;&lt;b&gt;, epoch 1: rank 256 of 256")

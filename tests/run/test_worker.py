@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 import shutil
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from thinwire.comm.base import Comm
 from thinwire.config import RunConfig
 from thinwire.errors import RunError, UsageError
 from thinwire.launch.settings import resolve
+from thinwire.run import recorder
 from thinwire.run.checkpoint import _hash_json
 from thinwire.run.evaluation import evaluate
 from thinwire.run.records import RunFolder, read_rows
@@ -302,7 +304,7 @@ def check_factored(folder: Path, summary: dict[str, Any]) -> None:
 
 
 IN_BLOCKS = {
-    "model": "mlp(width=32, depth=3, norm=True)", "optimizer": "adamw", "lr": 0.01, "epochs": 2, "checkpoint_every": 9,
+    "model": "mlp(width=32, depth=3, norm=True)", "optimizer": "adamw", "lr": 0.01, "epochs": 2, "checkpoint_every": 1,
     "keep": 1000,
 }  # fmt: skip
 CUT = {"local": "local_parallel(blocks=2, head=readout(every=4), window=2)", "pipeline": "pipeline(blocks=2)"}
@@ -343,7 +345,7 @@ def test_a_run_in_blocks_goes_on_exactly_and_tells_of_its_exits(
 
 NARROW = {
     "strategy": "ist(local_steps=7)", "model": "mlp(width=32, norm=True)", "optimizer": "adamw", "lr": 0.01,
-    "epochs": 2, "checkpoint_every": 13, "keep": 1000,
+    "epochs": 2, "checkpoint_every": 1, "keep": 1000,
 }  # fmt: skip
 
 
@@ -629,3 +631,15 @@ def test_ragged_last_batches_neither_hang_nor_fail(process_world: ProcessWorlds,
         settings["model"] = "mlp"
     results = process_world.run(train, 3, {**settings, "out": str(tmp_path / "run")})
     assert results[0]["steps"] == max(1, samples // 12 + (samples % 12 // 3 >= 2))
+
+
+def test_seconds_include_the_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*args: Any, **options: Any) -> dict[str, float]:
+        time.sleep(0.3)
+        return evaluate(*args, **options)
+
+    monkeypatch.setattr(recorder, "evaluate", slow)
+    summary = alone(out=tmp_path, epochs=2)
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert rows[0]["seconds"] > 0.3
+    assert summary["seconds"] >= rows[1]["seconds"] > rows[0]["seconds"] + 0.3

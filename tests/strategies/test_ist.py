@@ -380,7 +380,7 @@ def test_data_stay_where_they_are() -> None:
 # ---- ragged data, shares
 
 
-def allows_uneven(comm: Comm, numbers: list[int], spec: str) -> tuple[Weights, int, int]:
+def train_on_uneven(comm: Comm, numbers: list[int], spec: str) -> tuple[Weights, int, int]:
     made = trainer(comm, spec, NORMED)
     steps = 0
     for epoch in range(2):
@@ -393,7 +393,7 @@ def allows_uneven(comm: Comm, numbers: list[int], spec: str) -> tuple[Weights, i
 @pytest.mark.parametrize("numbers", [[5, 3, 7], [0, 4, 2], [1, 0, 0], [0, 0, 0]])
 @pytest.mark.parametrize("spec", ["ist(local_steps=3)", "ist(local_steps=2, optimizer_state=reset)"])
 def test_ranks_may_have_different_numbers_of_batches_or_none(world: World, numbers: list[int], spec: str) -> None:
-    results = world(allows_uneven, 3, numbers, spec)
+    results = world(train_on_uneven, 3, numbers, spec)
     for whole, _, counted in results:
         assert same(whole, results[0][0])
         assert counted == 2 * max(numbers)

@@ -190,7 +190,7 @@ def test_a_state_of_other_options_is_refused_before_anything_is_changed(spec: st
 
 
 def momenta(comm: Comm, spec: str) -> tuple[bool, bool]:
-    """Is the inner optimizer's state the same before and after a meeting; is it the same on all ranks?"""
+    """Is the inner optimizer's state the same before and after an exchange; is it the same on all ranks?"""
     strategy: Any = trainer(comm, spec)
     steps(strategy, batches(5, 24))
 

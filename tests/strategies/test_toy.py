@@ -22,6 +22,7 @@ from thinwire.config import RunConfig
 from thinwire.data import Batch, Shard
 from thinwire.exchange.gradients import NoExchange
 from thinwire.run.records import read_rows
+from thinwire.run.tables import number_and_reference
 from thinwire.run.worker import Run
 from thinwire.strategies.base import Artifact, Strategy
 from thinwire.strategies.learner import Learner, Recipe
@@ -59,7 +60,7 @@ class Toy(Strategy):
         far = sum(
             (p - a).square().sum().item() for p, a in zip(self.learner.model.parameters(), self.average, strict=True)
         )
-        return {"distance": far, "steps": [self.learner.num_steps, 100]}
+        return {"distance": {"<b>far</b>": far}, "steps": [self.learner.num_steps, 100]}
 
     def consolidate(self) -> nn.Module:
         return self._copy(list(self.learner.model.parameters()))
@@ -93,16 +94,36 @@ def test_a_strategy_brings_its_own_artifact_and_figure(tmp_path: Path, monkeypat
     assert slow["value"] > 20
     assert sum(t.numel() for t in load_file(folder / "slow.safetensors").values()) == slow["parameters"]
     rows = read_rows(folder / "metrics.jsonl")
-    assert rows[0]["distance"] != rows[1]["distance"] > 0
+    far = [row["distance"]["<b>far</b>"] for row in rows]
+    assert far[0] != far[1] > 0
     assert json.loads((folder / "summary.json").read_text())["status"] == {k: rows[1][k] for k in ("distance", "steps")}
 
     html = page(read_results(folder))
     assert "Distance &lt;of&gt; the average" in html
     drawn = json.loads(html.split('id="drawn">')[1].split("</script>")[0])["figures"]
-    assert drawn["distance-1"]["data"][0]["y"] == [row["distance"] for row in rows]
+    assert drawn["series-distance-1"]["data"][0]["y"] == far
+    assert drawn["series-distance-1"]["data"][0]["name"] == "&lt;b&gt;far&lt;/b&gt;"
     assert '<th scope="col">Slow model</th>' in html
     assert '<th scope="col">Toy steps</th>' in html
     assert f"{rows[1]['step'] / 100:.2f} × asked" in html
+
+
+class Clash(Toy):
+    """Its status has a name that every row of metrics has."""
+
+    def status(self) -> dict[str, Any]:
+        return {"epoch": 3}
+
+
+def test_a_status_must_not_take_names_of_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.TABLE["strategies"], "clash", f"{__name__}:Clash")
+    with tw.join() as comm, pytest.raises(tw.UsageError, match=r"clash: status\(\) has epoch, .*; use other names"):
+        Run(RunConfig(strategy="clash", out=tmp_path / "run", epochs=1), comm, torch.device("cpu")).run()
+
+
+@pytest.mark.parametrize("value", [None, 3, [], [1], [1, 0], [0, 1], ["a", 2], {"a": 1}])
+def test_a_status_that_is_no_column_has_none(value: Any) -> None:
+    assert number_and_reference({"status": {"steps": value}}, "steps") is None
 
 
 @pytest.mark.parametrize("forgotten", ["step", "consolidate", "state_dict", "load_state_dict"])

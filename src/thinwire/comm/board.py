@@ -90,7 +90,7 @@ class Board:
     def _find_stuck_ranks(self) -> None:
         waits = self.waiting.values()
         all_wait = len(waits) == self.num_ranks - len(self.ended) and len(self.threads) <= self.num_ranks
-        if all_wait and not any(wait.may_end() for wait in waits):
+        if all_wait and not self.stuck and not any(wait.may_end() for wait in waits):
             pairs = sorted((wait.rank, wait.other) for wait in waits)
             message = ", ".join(f"rank {rank} for rank {other}" for rank, other in pairs)
             self.stuck = dict.fromkeys(self.waiting, message)

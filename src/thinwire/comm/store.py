@@ -9,7 +9,6 @@ import ipaddress
 import itertools
 import os
 import socket
-import sys
 import threading
 import time
 
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 from thinwire.comm.addresses import own_addresses, resolve_host
 from thinwire.comm.world import World
+from thinwire.common.messages import print_line
 from thinwire.errors import RunError, UsageError
 
 JOIN_SECONDS = 300
@@ -100,7 +100,7 @@ def _resolve_master(world: World) -> tuple[str, ...]:
             why = f"rank {world.rank} cannot find rank 0's machine: nobody knows the name {world.address} ({error})"
         if deadline is None:
             deadline = time.monotonic() + RESOLVE_SECONDS
-            print(f"{why}; trying again for {RESOLVE_SECONDS} s", file=sys.stderr, flush=True)
+            print_line(f"{why}; trying again for {RESOLVE_SECONDS} s")
         elif time.monotonic() > deadline:
             raise RunError(f"{why}; {_what_to_set()}")
         time.sleep(min(1.0, RESOLVE_SECONDS))
@@ -120,7 +120,7 @@ def _print_waiting(world: World, where: str, addresses: tuple[str, ...]) -> None
             f"; {_spelled(world.address, addresses)} reaches this machine alone: if others are on another one, "
             f"{_what_to_set()}"
         )
-    print(f"rank {world.rank} is waiting at {where} for all {world.size} ranks{hint}", file=sys.stderr, flush=True)
+    print_line(f"rank {world.rank} is waiting at {where} for all {world.size} ranks{hint}")
 
 
 def _is_unreachable_for_others(world: World, addresses: tuple[str, ...]) -> bool:

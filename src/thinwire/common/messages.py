@@ -1,7 +1,7 @@
 """Messages to the user, through the logger "thinwire".
 
 By default they go to standard error as "thinwire: …", and not to the root logger. A program that wants them elsewhere
-sets the handlers of logging.getLogger("thinwire"), and its level if it does so before it imports thinwire.
+gives logging.getLogger("thinwire") a handler or a level of its own, before or after it imports thinwire.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ logger = logging.getLogger("thinwire")
 _said: set[str] = set()  # messages that are logged once
 
 
-def say(text: str, rank: int = 0, *, once: bool = False) -> None:
-    """Log a message for the user on rank 0; with `once`, only the first time in this process."""
+def say(text: str, rank: int = 0, *, once: bool = False, level: int = logging.INFO) -> None:
+    """Log a message for the user, unless this is another rank than 0; with `once`, only the first time in this process.
+
+    Without a rank it is logged wherever it is said.
+    """
     if rank != 0 or (once and text in _said):
         return
     if once:
         _said.add(text)
-    logger.info(text)
+    logger.log(level, text)
 
 
 def print_line(text: str) -> None:
@@ -38,7 +41,8 @@ class _ToStandardError(logging.Handler):
         print_line(f"thinwire: {record.getMessage()}")
 
 
-if not logger.handlers:  # otherwise the program has set it up
+if not logger.handlers:  # otherwise the program has given it some
     logger.addHandler(_ToStandardError())
-    logger.setLevel(logging.INFO)
     logger.propagate = False
+if logger.level == logging.NOTSET:  # otherwise the program has set it
+    logger.setLevel(logging.INFO)

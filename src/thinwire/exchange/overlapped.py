@@ -1,6 +1,7 @@
 """Gradients reduced on the communication thread while the backward pass goes on."""
 
 # No `from __future__ import annotations` here: DDP inspects the annotations of its hook.
+import logging
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -119,7 +120,7 @@ class Overlapped:
         except BaseException as error:
             self.error = error
             if self.in_own_loop:  # DDP will only say that something could not be cast to a tensor
-                say(f"exchanging gradients failed: {type(error).__name__}: {error}")
+                say(f"exchanging gradients failed: {type(error).__name__}: {error}", level=logging.ERROR)
             for unfinished in self._ddp_buckets:
                 unfinished.future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it wrongly
             self._ddp_buckets.clear()

@@ -1,4 +1,4 @@
-"""A network of which every rank keeps a shard, and from which narrow networks are dealt and collected.
+"""A network of which every rank keeps a shard; narrow networks are made from it, and collected again.
 
 `deal` and `collect` are the two halves of a round of independent subnet training. A rank's slice of the network comes
 from the shards of all ranks in one all-to-all, and goes back in another; no rank holds the whole.

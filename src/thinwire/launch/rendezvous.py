@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from torch.distributed import HashStore, Store
@@ -10,6 +9,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from thinwire.comm.store import loopback_store
 from thinwire.comm.world import DEFAULT_PORT
+from thinwire.common.messages import print_line
 from thinwire.errors import RunError, UsageError
 from thinwire.launch.failures import pop_failures
 
@@ -31,9 +31,7 @@ class LocalRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         if self.num_starts:
-            print(
-                f"{self._describe_failure()}; restart {self.num_starts} of {self.restarts}", file=sys.stderr, flush=True
-            )
+            print_line(f"{self._describe_failure()}; restart {self.num_starts} of {self.restarts}")
         self.num_starts += 1
         if self.address is not None:
             where = RendezvousStoreInfo(

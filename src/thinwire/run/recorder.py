@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from thinwire.comm.base import Comm
 from thinwire.comm.ledger import TRAINING, bytes_of
 from thinwire.common.tensor_files import save_model
 from thinwire.config import RunConfig
+from thinwire.errors import UsageError
 from thinwire.exchange.export import save_whole_model
 from thinwire.run.evaluation import evaluate
 from thinwire.run.meters import Meters
@@ -36,7 +38,7 @@ class Recorder:
         self.device = meters.device
 
     def after_epoch(
-        self, at: Position, seconds: float, samples_per_second: float
+        self, at: Position, seconds: Callable[[], float], samples_per_second: float
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Test the model and add a row of metrics; returns the row, and what each rank measured."""
         with self.comm.ledger.purpose("eval"):
@@ -49,9 +51,9 @@ class Recorder:
         timeline = self.meters.gather_timeline() if at.epoch == 0 else []
         sent = sent_by_purpose(by_rank)
         where = {"step": at.step, "epoch": at.epoch + 1}
-        extra: dict[str, Any] = {f"test_{name}": value for name, value in tested.items()} | self.strategy.status()
+        extra: dict[str, Any] = {f"test_{name}": value for name, value in tested.items()} | self._status()
         row = MetricsRow(
-            step=at.step, epoch=at.epoch + 1, seconds=seconds, train_seconds=at.train_seconds,
+            step=at.step, epoch=at.epoch + 1, seconds=seconds(), train_seconds=at.train_seconds,
             train_loss=loss_sum / num_losses, samples_per_second=samples_per_second,
             wire_bytes=round(bytes_of(sent) / self.comm.size),
             training_bytes=round(bytes_of(sent, TRAINING) / self.comm.size),
@@ -66,14 +68,14 @@ class Recorder:
                 self.folder.save_timeline(timeline)
         return row, by_rank
 
-    def at_end(self, at: Position, seconds: float, show: bool) -> dict[str, Any]:
+    def at_end(self, at: Position, seconds: Callable[[], float], show: bool) -> dict[str, Any]:
         """Write models and summary; returns the summary. `show` prints it as a table too."""
         with self.comm.ledger.purpose("eval"):
             model = self.strategy.eval_model()
             artifacts = [(one, self._evaluate(one.model)[self.task.metric]) for one in self.strategy.artifacts()]
         by_rank = self.meters.gather(at.train_seconds)
         summary = summarise(
-            self.config, self.task.metric, at, seconds, by_rank,
+            self.config, self.task.metric, at, seconds(), by_rank,
             link=self.meters.link, nodes=len(set(self.comm.nodes)), parameters=self.num_parameters, model=model,
             artifacts=artifacts, strategy=self.strategy, device=self.device,
         ).model_dump()  # fmt: skip
@@ -91,6 +93,16 @@ class Recorder:
         with self.comm.ledger.purpose("checkpoint"):
             self.comm.barrier()  # no rank ends before the results are written
         return summary
+
+    def _status(self) -> dict[str, Any]:
+        """The strategy's status, whose names must not be those of other values in a row of metrics."""
+        status = self.strategy.status()
+        taken = [name for name in status if name in MetricsRow.model_fields or name.startswith("test_")]
+        if taken:
+            raise UsageError(
+                f"{self.config.strategy}: status() has {', '.join(taken)}, as every row of metrics has; use other names"
+            )
+        return status
 
     def _evaluate(self, model: nn.Module) -> dict[str, float]:
         assert self.config.batch_size is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rich import box
@@ -70,10 +71,9 @@ def _strategy_lines(summary: dict[str, Any]) -> str:
     """Values of the strategy's status, and the artifacts that it made."""
     metric, lines = summary["metric"], []
     for name, series in summary["series"].items():
-        if series["draw"] == "column" and name in summary["status"]:
-            number, reference = summary["status"][name]
-            ratio = f", {number / reference:.2f} × {series['cell']}" if reference else ""
-            lines.append(f"{series['title']}: {format_count(number)}{ratio}")
+        if series["draw"] == "column" and (pair := number_and_reference(summary, name)):
+            number, reference = pair
+            lines.append(f"{series['title']}: {format_count(number)}, {number / reference:.2f} × {series['cell']}")
     for one in summary["artifacts"]:
         lines.append(
             f"{one['file']}, {one['about']}: {one['parameters']:,} parameters ({one['ratio']:.1f} : 1), "
@@ -81,6 +81,14 @@ def _strategy_lines(summary: dict[str, Any]) -> str:
             f"{metric} {format_metric(one['value'], metric)}"
         )
     return "".join(f"{line}\n" for line in lines)
+
+
+def number_and_reference(summary: Mapping[str, Any], name: str) -> tuple[float, float] | None:
+    """The value of a series that is drawn as a column; None if the status has none, or something else."""
+    value = summary.get("status", {}).get(name)
+    if not isinstance(value, list | tuple) or len(value) != 2 or not all(isinstance(x, int | float) for x in value):
+        return None
+    return (value[0], value[1]) if value[0] and value[1] else None
 
 
 def network_line(summary: dict[str, Any]) -> str:

@@ -114,7 +114,7 @@ class Run:
             raise
         finally:
             self.progress.close()
-        return self.recorder.at_end(self.at, self._seconds(), show=self.progress_file is None)
+        return self.recorder.at_end(self.at, self._seconds, show=self.progress_file is None)
 
     # ---- training
 
@@ -162,7 +162,7 @@ class Run:
             self.strategy.end_epoch()
         self._read_losses(speed())
         self._advance(train_seconds=time.monotonic() - begin)  # now that the GPU is done
-        row, by_rank = self.recorder.after_epoch(self.at, self._seconds(), speed())
+        row, by_rank = self.recorder.after_epoch(self.at, self._seconds, speed())
         value = row[f"test_{self.task.metric}"]
         self._advance(
             epoch=self.at.epoch + 1, batch=0, loss_sum=0.0, value=value, best=self._best(value),

@@ -102,7 +102,7 @@ class Periodic(Strategy):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if (len(state["has_local_steps"]), *state["period"]) != (len(self.has_local_steps), self.every, self.delay):
-            raise RunError("the saved state is of another period, wait or number of fragments; use the same ones")
+            raise RunError("the saved state is of other options: every, wait or fragments; use the same ones")
         self.averaging.load_state_dict(state["averaging"])
         self.learner.load_state_dict(state["learner"])
         self.num_steps, self.steps_in_flight = state["num_steps"], state["steps_in_flight"]

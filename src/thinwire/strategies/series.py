@@ -11,7 +11,8 @@ class Series(NamedTuple):
     """How the report shows one value of `status()`, which is recorded after each epoch.
 
     draw="lines": a number, or a list or dict of numbers, over epochs. It is drawn only if one of them changes.
-    draw="heatmap": {row: [part, whole]}, a row of cells for each, coloured by part/whole.
+    draw="heatmap": {row: [part, whole]}, a row of cells for each, coloured by part/whole. If `status` has a "phase",
+    each cell names it.
     draw="column": [number, reference], the last one as a column of the results table, with its ratio.
     """
 

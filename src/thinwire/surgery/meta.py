@@ -40,7 +40,8 @@ def refuse_moved_to_meta(model: nn.Module) -> None:
     """Raise UsageError for a model whose tensors to_meta took out."""
     if model in _MOVED_TO_META:
         raise UsageError(
-            "the tensors of this model were taken out when it was prepared; give a new one, or what consolidate returned"
+            "the tensors of this model were taken out when it was prepared; give a new model, or the one that "
+            "consolidate returned"
         )
 
 

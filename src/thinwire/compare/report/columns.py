@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from thinwire.comm.ledger import TRAINING
@@ -10,6 +11,8 @@ from thinwire.common.formats import format_bytes, format_count, format_metric
 from thinwire.compare.report.series import declared_series, series_of
 from thinwire.compare.results import Entry, Measure, Results, Spread, sent, spread
 from thinwire.compare.verdicts import baselines, is_unequal, speed, times
+from thinwire.run.schema import SeriesSummary
+from thinwire.run.tables import number_and_reference
 
 OTHER_PURPOSES = ("start", "eval", "checkpoint")  # than training
 
@@ -174,17 +177,17 @@ def _artifact_cell(entry: Entry, heading: str) -> Cell | None:
 def _series_columns(results: Results) -> list[Column]:
     """A column for each series that is drawn as a column."""
     return [
-        Column(series.title, lambda entry, name=name: _series_cell(entry, name))  # type: ignore[misc]
-        for name, series in declared_series(results).items()
+        Column(series.title, partial(_series_cell, name, series))
+        for name, series in declared_series(results)
         if series.draw == "column"
     ]
 
 
-def _series_cell(entry: Entry, name: str) -> Cell | None:
+def _series_cell(name: str, series: SeriesSummary, entry: Entry) -> Cell | None:
     """The last number of the first seed that has one, and its ratio to the reference."""
-    series = series_of(entry).get(name)
-    found = [pair for r in entry.finished if (summary := r.summary) and (pair := summary.get("status", {}).get(name))]
-    if series is None or not found or not found[0][0]:
+    pairs = (number_and_reference(record.summary, name) for record in entry.finished if record.summary)
+    found = next((pair for pair in pairs if pair), None)
+    if series_of(entry).get(name) != series or found is None:
         return None
-    number, reference = found[0]
+    number, reference = found
     return Cell(format_count(number), (f"{number / reference:.2f} × {series.cell}",))

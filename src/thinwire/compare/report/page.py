@@ -110,8 +110,8 @@ def _figures(results: Results, drawn: list[Figure]) -> dict[str, Any]:
 def _series(results: Results, drawn: list[Figure]) -> str:
     """A section for each series that strategies declare and that has something to draw."""
     sections = []
-    for name, series in declared_series(results).items():
-        if found := list(series_figures(name, results)):
+    for name, series in declared_series(results):
+        if found := list(series_figures(name, series, results)):
             sections.append(_folds(series.title, f"<p>{escape(series.about)}</p>", found, drawn))
     return "\n".join(sections)
 
@@ -155,7 +155,7 @@ def _repeat(results: Results) -> dict[str, Any]:
 
 def _own_definitions(results: Results) -> dict[str, str]:
     """Definitions of the columns that strategies declare: of series, and of artifacts."""
-    own = {series.title: series.about for series in declared_series(results).values() if series.draw == "column"}
+    own = {series.title: series.about for _, series in declared_series(results) if series.draw == "column"}
     for one in (one for entry in results.entries for one in artifacts_of(entry) if one["column"]):
         own[one["column"]] = (
             f"{one['about'][:1].upper()}{one['about'][1:]}: its size as saved, and the parameters of the whole "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from html import escape
 from typing import Any
 
 from thinwire.compare.report.axes import linear_ticks
@@ -14,11 +15,11 @@ from thinwire.run.schema import SeriesSummary
 from thinwire.strategies.series import Draw
 
 
-def declared_series(results: Results) -> dict[str, SeriesSummary]:
-    """The series that strategies of a comparison declare, by the name of the value in `status`."""
-    found: dict[str, SeriesSummary] = {}
+def declared_series(results: Results) -> list[tuple[str, SeriesSummary]]:
+    """The series that strategies of a comparison declare, each with the name of its value in `status`, once."""
+    found: list[tuple[str, SeriesSummary]] = []
     for entry in results.entries:
-        found |= series_of(entry)
+        found += [pair for pair in series_of(entry).items() if pair not in found]
     return found
 
 
@@ -29,13 +30,12 @@ def series_of(entry: Entry) -> dict[str, SeriesSummary]:
     return {name: SeriesSummary(**about) for name, about in declared.items()}
 
 
-def series_figures(name: str, results: Results) -> Iterator[tuple[int, Entry, Figure]]:
-    """A figure for each strategy that declares a series of this name, if there is something to draw."""
+def series_figures(name: str, series: SeriesSummary, results: Results) -> Iterator[tuple[int, Entry, Figure]]:
+    """A figure for each strategy that declares this series, if there is something to draw."""
+    if series.draw not in FIGURES:
+        return
     for i, entry in enumerate(results.entries):
-        series = series_of(entry).get(name)
-        if series is None or series.draw not in FIGURES:
-            continue
-        figure = FIGURES[series.draw](name, series, i, entry)
+        figure = FIGURES[series.draw](name, series, i, entry) if series_of(entry).get(name) == series else None
         if figure is not None:
             yield i, entry, figure
 
@@ -46,14 +46,19 @@ def lines(name: str, series: SeriesSummary, i: int, entry: Entry) -> Figure | No
         history = _history(record, name)
         if any(len(set(points.values())) > 1 for points in history.values()):
             data = [
-                {"type": "scatter", "mode": "lines+markers", "x": list(points), "y": list(points.values()), "name": key,
+                {"type": "scatter", "mode": "lines+markers", "x": list(points), "y": list(points.values()),
+                 "name": escape(key, quote=False),
                  "line": {"color": strategy_colour(k), "dash": strategy_dash(k)}}
                 for k, (key, points) in enumerate(history.items())
             ]  # fmt: skip
             last = max(epoch for points in history.values() for epoch in points)
             xaxis = {"title": {"text": "epoch"}, "tickvals": sorted(set(linear_ticks(last)))}
-            layout = layout_of(300, xaxis=xaxis, yaxis={"title": {"text": series.title}}) | {"showlegend": True}
-            return Figure(f"{name}-{i + 1}", f"{series.title}, {entry.spec}", f"Seed {record.seed}.", data, layout)
+            layout = layout_of(300, xaxis=xaxis, yaxis={"title": {"text": escape(series.title, quote=False)}}) | {
+                "showlegend": True
+            }
+            return Figure(
+                f"series-{name}-{i + 1}", f"{series.title}, {entry.spec}", f"Seed {record.seed}.", data, layout
+            )
     return None
 
 
