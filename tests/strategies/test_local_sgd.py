@@ -171,7 +171,7 @@ def loaded_from(comm: Comm, spec: str, other: str) -> None:
     saved = trainer(comm, spec).state_dict()
     strategy = trainer(comm, other, MODELS[1])
     before = weights(strategy.model)
-    with pytest.raises(RunError, match=r"another period, wait or number of fragments|other outer options"):
+    with pytest.raises(RunError, match=r"other options: every, wait or fragments|other outer options"):
         strategy.load_state_dict(saved)
     assert all(torch.equal(before[name], tensor) for name, tensor in weights(strategy.model).items())
 
