@@ -24,6 +24,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONT
 MODULES = [m.name for m in pkgutil.walk_packages(thinwire.__path__, "thinwire.") if not m.name.endswith("__main__")]
 
 
+@pytest.mark.slow
 def test_examples_in_docstrings() -> None:
     assert not [name for name in MODULES if doctest.testmod(importlib.import_module(name)).failed]
 

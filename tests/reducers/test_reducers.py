@@ -107,6 +107,7 @@ def test_too_many_ranks_for_sums_of_8_bits_switch_to_packed_words_and_say_so_onc
         assert capsys.readouterr().err.count(f"{name}: sums of 19 ranks leave 6 levels") == (ranks == 19)
 
 
+@pytest.mark.slow
 def test_terngrad_sums_are_exact_on_many_ranks() -> None:
     """130 ranks that all give ones: the sum needs more than 8 bits."""
     for out in tw.simulate(lambda comm: steps(comm, "terngrad(clip=None)", [{"w": torch.ones(9)}])[0], ranks=130):

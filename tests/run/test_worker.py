@@ -33,6 +33,7 @@ from thinwire.run.worker import Run
 from thinwire.strategies.ab_phases import PhaseLengths
 from thinwire.tasks.loading import load_task
 
+pytestmark = pytest.mark.slow  # each test trains with the command's defaults
 SUMMARY_KEYS = {
     "task", "strategy", "ranks", "nodes", "link", "seed", "epochs", "steps", "seconds", "train_seconds", "metric",
     "value", "best", "wire_bytes_per_rank", "wire_bytes_by_link", "kernel_bytes_per_rank", "parameters",

@@ -689,6 +689,7 @@ def on_the_same_batch(comm: Comm, dropout: float) -> dict[str, Tensor]:
     return weights(strategy.consolidate())
 
 
+@pytest.mark.slow
 def test_replicas_drop_different_units() -> None:
     for dropout, alike in ((0.0, True), (0.3, False)):
         one, two = (on_threads(on_the_same_batch, n, dropout)[0] for n in (1, 2))

@@ -121,6 +121,7 @@ def test_a_python_batch_cannot_run_code(tmp_path: Path) -> None:
         load_task("cifar10", tmp_path, 0)
 
 
+@pytest.mark.slow
 def test_cifar10_normalises_and_augments_only_in_training(
     cifar: dict[str, tuple[np.ndarray, np.ndarray]], tmp_path: Path
 ) -> None:
