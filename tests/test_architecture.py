@@ -166,3 +166,15 @@ print("torch" in sys.modules)
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
     assert ran.stdout.strip() == "False"
+
+
+def test_files_and_functions_are_short() -> None:
+    """At most 250 lines in a file and 40 in a function, unless a comment at its head says why: "# long: …"."""
+    for path in FILES:
+        text = path.read_text()
+        lines = text.splitlines()
+        assert len(lines) <= 250 or "# long: " in "\n".join(lines[:10]), name(path)
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
+                head = lines[node.lineno - 1]
+                assert node.end_lineno - node.lineno < 40 or "# long: " in head, f"{name(path)}: {node.name}"
