@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "thinwire"
 PAGE = ROOT / "docs" / "architecture.md"
 FILES = sorted(SOURCE.rglob("*.py"))
+MODULES = {str(path.relative_to(SOURCE).with_suffix("")) for path in FILES}
 
 # Folders, and the modules beside them, lowest first. Each may import from those before it and from itself.
 LAYERS = [
@@ -55,9 +56,8 @@ def imports(path: Path, everywhere: bool = True) -> set[str]:
 @cache
 def own(path: Path) -> set[str]:
     """Modules of this project that a file imports."""
-    modules = {name(p) for p in FILES}
     wanted = {m.removeprefix("thinwire.").replace(".", "/") for m in imports(path) if m.startswith("thinwire.")}
-    return {m for m in wanted if m in modules or f"{m}/__init__" in modules}
+    return {m for m in wanted if m in MODULES or f"{m}/__init__" in MODULES}
 
 
 def graph() -> dict[str, set[str]]:
