@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.compare.machine_lock import machine_lock
+from thinwire.compare.machine_lock import _note_owner, machine_lock
 
 
 @pytest.mark.parametrize("kind", ["a folder", "a link"])
@@ -35,3 +35,12 @@ def test_the_lock_is_free_again_after_the_block(tmp_path: Path, monkeypatch: pyt
             (path,) = tmp_path.iterdir()
             assert path.read_text() == str(os.getpid())
             assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_owner_is_never_written_through_a_link(tmp_path: Path) -> None:
+    """Somebody may put a link in the place of the file after it was locked."""
+    path, other = tmp_path / "lock", tmp_path / "other"
+    other.write_text("untouched")
+    path.symlink_to(other)
+    _note_owner(path)
+    assert other.read_text() == "untouched"
