@@ -74,7 +74,7 @@ def run_job(job: Found) -> None:
         from floor_trainer import CASES, measure_case
 
         case = next(case for case in CASES[job["device"]] if case.name == job["case"])
-        found = measure_case(case, torch.device(job["device"]))
+        found = measure_case(case, torch.device(job["device"], 0))
         Path(job["folder"], "row-0.json").write_text(json.dumps(found))
     else:
         from floor_rank import measure_rows

@@ -24,7 +24,6 @@ def started(job: Found, ranks: int, lab: Sequence[netlab.Host] | None) -> Iterat
     command = [sys.executable, str(Path(__file__).resolve().with_name("floor.py")), "--job", str(folder / "job.json")]
     threads = str(max(1, len(os.sched_getaffinity(0)) // ranks - 1))
     env = {**os.environ, "OMP_NUM_THREADS": threads, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    env |= {"PYTHONUNBUFFERED": "1", "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
     if "rows" in job:
         address = lab[0].address if lab else "127.0.0.1"
         env |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": address, "MASTER_PORT": str(job["ports"][0])}

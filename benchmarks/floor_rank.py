@@ -26,7 +26,7 @@ COMPUTE_ROUNDS = 2  # before a row, and again after it
 
 def measure_rows(job: Found) -> None:
     """Measure the rows of a job. An error ends the process; the file that it leaves says why."""
-    device = torch.device(job["device"])
+    device = torch.device(job["device"], 0)  # ranks share one GPU, or the cores
     folder = Path(job["folder"])
     computing: Computing | None = None
     for number, (name, port) in enumerate(zip(job["rows"], job["ports"], strict=True)):
@@ -34,7 +34,7 @@ def measure_rows(job: Found) -> None:
         with tw.join("gloo", timeout_seconds=job["limit"], device=device) as comm:
             try:
                 computing = computing or Computing(job, device, comm)
-                found = measure(BY_NAME[name], job, computing, comm)
+                found = measure(BY_NAME[name], job, computing, comm, device)
                 if comm.rank == 0:
                     write(folder / f"row-{number}.json", {"link": job["link"], **found})
             except BaseException as error:
@@ -68,9 +68,8 @@ class Computing:
         return times
 
 
-def measure(row: Row, job: Found, computing: Computing, comm: tw.Comm) -> Found:
-    """What was found of one row; on rank 0 that of all ranks."""
-    device = torch.device(job["device"])
+def measure(row: Row, job: Found, computing: Computing, comm: tw.Comm, device: torch.device) -> Found:
+    """What was found of one row, on all ranks."""
     compute = computing.rounds(comm, device)
     gc.collect()
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

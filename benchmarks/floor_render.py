@@ -14,7 +14,7 @@ from floor_rows import BY_NAME, DDP
 SECTIONS = {"gpu": "speed-gpu", "cpu": "speed-cpu"}
 STYLE = """text { font: 13px sans-serif; fill: #333 } .title { font-weight: bold } .bound { fill: #2a78d6 }
 .over { fill: #e0a33e } @media (prefers-color-scheme: dark) { text { fill: #ddd } }"""
-LEFT, WIDTH, ROW = 380, 900, 22
+LEFT, WIDTH, ROW = 460, 980, 22
 LINK_NAMES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s", "none": "loopback"}
 Table = tuple[list[str], list[list[str]]]  # heads, rows
 
@@ -192,9 +192,7 @@ def picture(results: Found) -> str:
         for one in found:
             within, over = min(one.ms, one.bound) * per_ms, max(0.0, one.ms - one.bound) * per_ms
             parts += [
-                f'<text x="0" y="{y + 13}">{escape(one.name.removeprefix("data_parallel(").removesuffix(")"))}</text>'
-                if one.name.startswith("data_parallel(")
-                else f'<text x="0" y="{y + 13}">{escape(one.name)}</text>',
+                f'<text x="0" y="{y + 13}">{escape(one.name)}</text>',
                 f'<rect class="bound" x="{LEFT}" y="{y}" width="{within:.1f}" height="16"/>',
                 f'<rect class="over" x="{LEFT + within:.1f}" y="{y}" width="{over:.1f}" height="16"/>',
                 f'<text x="{LEFT + within + over + 6:.1f}" y="{y + 13}">{one.ms:.1f}, × {one.ratio:.2f}</text>',

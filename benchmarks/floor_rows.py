@@ -18,7 +18,7 @@ class Row:
     main: bool = False  # measured on every link
     period: int = 1  # steps after which the exchanges repeat; a round has whole periods
     blocks: bool = False  # computing stands still during an exchange, so the bound is compute + floor
-    warmup: int = 3  # steps before anything is timed; DDP groups its buckets anew after the first
+    warmup: int = 3  # steps before anything is timed, or a period; DDP groups its buckets anew after the first
     hosts_of_two: bool = False  # hosts have two ranks each, not one
     staged: bool = False  # the model is cut into stages, which must know how many steps come
     epochs: int | None = None  # for strategies with phases
@@ -49,8 +49,9 @@ ROWS = [
     _reducer("terngrad"),
     Row("local_sgd", main=True, period=8, blocks=True),
     Row("diloco", main=True, period=16, blocks=True),
-    Row("diloco(fragments=4)", main=True, period=16),
-    Row("diloco(fragments=4, reducer=maxnorm(bits=4))", main=True, period=16),
+    # A fragment is sent every four steps. Rounds begin three steps after that, when all of it is in the ledger.
+    Row("diloco(fragments=4)", main=True, period=16, warmup=19),
+    Row("diloco(fragments=4, reducer=maxnorm(bits=4))", main=True, period=16, warmup=19),
     Row("ist(local_steps=64)", main=True, period=64, blocks=True),
     # The warm-up is over after two steps, and the first sync is far away: steps that train factors inside groups.
     # Random weights have no small singular values, so more of them are dropped than in a run.
