@@ -56,7 +56,10 @@ def test_reductions_are_right_and_the_same_on_every_rank(world: World, ranks: in
 def means(comm: Comm) -> list[Tensor]:
     matrix = torch.randn(6, 5, generator=torch.Generator().manual_seed(comm.rank))
     bf16 = matrix.bfloat16()
-    return [matrix, comm.mean(matrix), comm.mean(matrix.t()), comm.mean(matrix[:, 1]), bf16, comm.mean(bf16)]
+    given_away = [comm.mean(t.clone(), overwrite=True) for t in (matrix, matrix.t(), matrix[:, 1])]
+    kept = [comm.mean(t) for t in (matrix, matrix.t(), matrix[:, 1])]
+    assert all(torch.equal(one, other) for one, other in zip(given_away, kept, strict=True))
+    return [matrix, *kept, bf16, comm.mean(bf16)]
 
 
 @pytest.mark.parametrize("ranks", RANKS)

@@ -25,7 +25,7 @@ Op = Literal["sum", "max", "min"]
 class Comm(ABC):
     """A group of ranks. Every operation is collective over the group except send and recv.
 
-    Inputs are never changed and results are new tensors on the input's device. Every operation works at
+    Inputs are not changed, unless the caller allows it, and results are new tensors on the input's device. Every operation works at
     size 1, so callers need no special case for one rank. Subclasses move bytes; this class books them.
     """
 
@@ -51,20 +51,24 @@ class Comm(ABC):
         """Smallest over ranks, element by element."""
         return self._all_reduce(tensor, "min")
 
-    def mean(self, tensor: Tensor) -> Tensor:
+    def mean(self, tensor: Tensor, overwrite: bool = False) -> Tensor:
         """(1/n)·Σ over ranks; for floating-point and complex tensors.
 
         float16 is divided by a power of two before the sum: where the mean is at most 65504, the sum cannot overflow.
-        Other dtypes are divided after the sum.
+        Other dtypes are divided after the sum. With `overwrite`, the result may be in the memory of the tensor, which
+        saves a copy.
 
         >>> import thinwire, torch
         >>> thinwire.simulate(lambda comm: comm.mean(torch.tensor([1.0 * comm.rank])).item(), ranks=3)
         [1.0, 1.0, 1.0]
         """
-        return self.start_mean(tensor).wait()
+        return self.start_mean(tensor, overwrite).wait()
 
-    def start_mean(self, tensor: Tensor) -> Work:
-        """Start a mean and return at once. The tensor may change afterwards: its present values are averaged."""
+    def start_mean(self, tensor: Tensor, overwrite: bool = False) -> Work:
+        """Start a mean and return at once.
+
+        Unless `overwrite` gives the tensor away, it may change afterwards: its present values are averaged.
+        """
         if not is_averaged(tensor):
             raise UsageError(f"mean of a {tensor.dtype} tensor; possible for floating-point tensors; try sum")
         if tensor.is_complex():
@@ -75,7 +79,8 @@ class Comm(ABC):
         return BookedWork(
             self, "all_reduce", payload, all_reduce_sends(payload, self.size, self.rank),
             lambda: MappedWork(
-                self._start_reduce(given, "sum", tensor.device), lambda total: total.div_(self.size / divided_by)
+                self._start_reduce(given, "sum", tensor.device, overwrite),
+                lambda total: total.div_(self.size / divided_by),
             ),
         )  # fmt: skip
 
@@ -165,7 +170,7 @@ class Comm(ABC):
         return parts
 
     @abstractmethod
-    def _start_reduce(self, tensor: Tensor, op: Op, device: torch.device) -> Work: ...
+    def _start_reduce(self, tensor: Tensor, op: Op, device: torch.device, overwrite: bool = False) -> Work: ...
     @abstractmethod
     def _all_gather(self, tensor: Tensor, device: torch.device) -> list[Tensor]: ...
     @abstractmethod

@@ -139,10 +139,10 @@ class ProcessComm(Comm):
         data = self._stage(_concatenate([to_bytes(part) for part in parts]))
         return list(data.split([num_bytes(part) for part in parts]))
 
-    def _start_reduce(self, tensor: Tensor, op: Op, device: torch.device) -> Work:
+    def _start_reduce(self, tensor: Tensor, op: Op, device: torch.device, overwrite: bool = False) -> Work:
         if self.backend == "gloo" and tensor.dtype not in GLOO_REDUCES:
             raise UsageError(f"gloo cannot reduce {tensor.dtype}; possible: {sorted(map(str, GLOO_REDUCES))}")
-        own = self._own(tensor, device)
+        own = tensor if overwrite and tensor.is_contiguous() else self._own(tensor, device)
         if not own.numel():
             return _Work(None, own, device)
         with peer_errors():

@@ -52,7 +52,7 @@ class ThreadComm(Comm):
         subgroup._name = (*self._name, self._num_splits, link, subgroup.members)
         return subgroup
 
-    def _start_reduce(self, tensor: Tensor, op: Op, device: torch.device) -> Work:
+    def _start_reduce(self, tensor: Tensor, op: Op, device: torch.device, overwrite: bool = False) -> Work:
         slots = self._post(tensor.detach().clone())
         return _ThreadWork(lambda: _combined(self._read(slots), op), lambda: self.board.has(slots))
 

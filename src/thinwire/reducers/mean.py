@@ -29,7 +29,7 @@ def mean() -> Reducer:
         out: Named = {}
         for dtype in dict.fromkeys(t.dtype for t in tensors.values()):
             same = {name: t for name, t in tensors.items() if t.dtype == dtype}
-            flat = comm.mean(flatten(same.values()))
+            flat = comm.mean(flatten(same.values()), overwrite=True)
             out |= zip(same, unflatten(flat, same.values()), strict=True)
         return Reduced(ordered_like(out, tensors), zero_error(tensors), state)
 
