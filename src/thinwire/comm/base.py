@@ -25,8 +25,9 @@ Op = Literal["sum", "max", "min"]
 class Comm(ABC):
     """A group of ranks. Every operation is collective over the group except send and recv.
 
-    Inputs are not changed, unless the caller allows it, and results are new tensors on the input's device. Every operation works at
-    size 1, so callers need no special case for one rank. Subclasses move bytes; this class books them.
+    Inputs are not changed, unless the caller allows it, and results are new tensors on the input's device. Every
+    operation works at size 1, so callers need no special case for one rank. Subclasses move bytes; this class books
+    them.
     """
 
     rank: int
