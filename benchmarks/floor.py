@@ -29,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import floor_render
@@ -133,8 +134,9 @@ class Measuring:
                     return done, why(folder)
                 elif time.monotonic() - since > ROW_LIMIT_SECONDS + (0 if done else START_LIMIT_SECONDS):
                     return done, f"no result after {time.monotonic() - since:.0f} s"
-            for process in processes:
-                process.wait(ROW_LIMIT_SECONDS)
+            with suppress(subprocess.TimeoutExpired):  # all results are here already
+                for process in processes:
+                    process.wait(START_LIMIT_SECONDS)
         return done, ""
 
     def trainer(self, name: str) -> None:
@@ -164,6 +166,10 @@ def measure_all(options: argparse.Namespace) -> None:
     rows = {link: selected(link, options.only, about["device"]) for link in options.links}
     rows = {link: [row for row in own if not results.has_row(link, row.name)] for link, own in rows.items()}
     measuring.num_left = len(cases) + sum(map(len, rows.values()))
+    print(
+        f"{measuring.num_left} measurements, about {measuring.num_left * measuring.took[0] / 60:.0f} minutes",
+        flush=True,
+    )
     for name in cases:
         if time.monotonic() < measuring.end:
             measuring.trainer(name)

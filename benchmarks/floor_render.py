@@ -202,8 +202,8 @@ def picture(results: Found) -> str:
     parts += [
         f'<rect class="bound" x="{LEFT}" y="{y}" width="12" height="12"/>'
         f'<text x="{LEFT + 18}" y="{y + 11}">bound: compute and wire floor</text>',
-        f'<rect class="over" x="{LEFT + 220}" y="{y}" width="12" height="12"/>'
-        f'<text x="{LEFT + 238}" y="{y + 11}">above it</text>',
+        f'<rect class="over" x="{LEFT + 240}" y="{y}" width="12" height="12"/>'
+        f'<text x="{LEFT + 258}" y="{y + 11}">above it</text>',
     ]
     height = y + 20
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}">'
