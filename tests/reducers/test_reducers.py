@@ -226,6 +226,62 @@ def test_powersgd_has_bases_for_parameters_not_for_places() -> None:
     assert not torch.equal(state["inner/left/a.weight"], state["inner/left/b.weight"])
 
 
+def with_singular_values(values: list[float], seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    left, right = (torch.linalg.qr(torch.randn(n, 4, generator=generator, dtype=torch.float64)).Q for n in (40, 60))
+    return (left @ torch.tensor(values, dtype=torch.float64).diag() @ right.mT).float()
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e25])
+@pytest.mark.parametrize(
+    "values",
+    [[1, 0.9, 0.8, 0.7], [1, 1e-2, 1e-4, 1e-6], [1, 1e-3, 0, 0], [1, 0, 0, 0], [1, 1e-7, 1e-7, 1e-7], [0, 0, 0, 0]],
+)
+def test_bases_of_powersgd_are_orthonormal_however_dependent_gradients_are(values: list[float], size: float) -> None:
+    def run(comm: Comm) -> list[Reduced]:
+        given = [{"w": size * with_singular_values(values, seed=i // 3), "other": torch.ones(9, 50)} for i in range(12)]
+        return steps(comm, "powersgd(rank=4)", given)
+
+    for out in tw.simulate(run, ranks=2)[0]:
+        for key, basis in out.state.items():
+            if "left" in key or "right" in key:
+                off = basis.double().mT @ basis.double() - torch.eye(4)
+                assert off.abs().max() < 1e-5, (key, off)
+
+
+@pytest.mark.parametrize(
+    ("bad", "dtype"), [(float("nan"), torch.float32), (float("inf"), torch.float32), (65504.0, torch.float16)]
+)
+def test_a_step_that_is_not_finite_leaves_powersgd_as_it_was(bad: float, dtype: torch.dtype) -> None:
+    """Residuals and bases; also if the mean with the residual is beyond the type of the gradients alone."""
+
+    def run(comm: Comm) -> list[Reduced]:
+        given = [tensors(comm.rank, i, [(20, 30), (20, 30), (7,)], dtype) for i in range(4)]
+        given[2]["p0"].fill_(bad / 4)
+        given[3]["p0"].fill_(bad)
+        return steps(comm, "powersgd(rank=2)", given)
+
+    for outs in tw.simulate(run, ranks=2):
+        sick = [i for i, out in enumerate(outs) if not out.mean["p0"].isfinite().all()]
+        assert sick[-1] == 3
+        before, after = outs[sick[0] - 1].state, outs[3].state
+        assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_powersgd_takes_images_in_their_order_of_memory() -> None:
+    """channels_last: the columns of a matrix come in another order, and its rank is the same."""
+
+    def run(comm: Comm) -> tuple[Reduced, Tensor]:
+        rows, columns = torch.linspace(1, 2, 16), tensors(0, 1, [(8 * 9,)])["p0"]
+        image = torch.outer(rows, columns).view(16, 8, 3, 3).to(memory_format=torch.channels_last)
+        return steps(comm, "powersgd(rank=2)", [{"w": image, "v": image.contiguous()}] * 30)[-1], image
+
+    out, image = tw.simulate(run, ranks=2)[0]
+    assert out.mean["w"].stride() == out.state["residual/w"].stride() == image.stride()
+    for name in ("w", "v"):
+        torch.testing.assert_close(out.mean[name], image, rtol=1e-4, atol=1e-4)
+
+
 def test_majority_wins_and_ties_fall_both_ways() -> None:
     def run(comm: Comm) -> Tensor:
         mine = torch.ones(1000) * (1.0 if comm.rank == 0 else -1.0)
