@@ -123,6 +123,7 @@ def measure(kind: str, comm: tw.Comm, device: torch.device, options: argparse.Na
     spec = f"benchmarks.loop:task(kind={kind}, steps={options.steps})"
     config: dict[str, Any] = {"autocast": device.type == "cuda", "compile": options.compile, "out": f"{folder}/{kind}"}
     run = Run(RunConfig(task=spec, strategy=options.spec, **config), comm, device)
+    run.folder.save_config(run.config)
     loops = {
         "hand-written": hand_written(given, kind, device, options.compile),
         "tw.prepare": own_loop(given, kind, comm, device, options),

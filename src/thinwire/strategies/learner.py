@@ -18,6 +18,7 @@ from thinwire.errors import UsageError
 from thinwire.exchange.buckets import missing_gradient_error
 from thinwire.exchange.gradients import GradientExchange
 from thinwire.optim import OptimizerFactory
+from thinwire.strategies.clipping import are_alike, clip_gradients, gradient_norm
 from thinwire.strategies.finite import FiniteCheck
 from thinwire.surgery.memory_format import in_order_of, is_view_error, keep_outputs_contiguous, use_channels_last
 
@@ -66,7 +67,10 @@ class Learner:
         """
         self.is_channels_last = self._allows_channels_last and use_channels_last(self.model)
         self._parameters = dict(self.model.named_parameters())
-        self._strided = [p for p in self._parameters.values() if not p.is_contiguous()]
+        everything = self._parameters.values()
+        self._strided = [p for p in everything if not p.is_contiguous()]
+        self._complex = [p for p in everything if p.is_complex()]
+        self._are_alike = are_alike(everything)
         trainable = {name: p for name, p in self._parameters.items() if p.requires_grad}
         if not trainable:
             raise UsageError("the model has no parameter to train; set requires_grad on at least one")
@@ -107,7 +111,7 @@ class Learner:
         """Free the memory of model and optimizer state. Set another model and call `new_optimizer` to train again."""
         self._refuse_lost_lr()
         self.initial_lrs = []
-        self.model, self._parameters, self._strided = nn.Module(), {}, []
+        self.model, self._parameters, self._strided, self._complex = nn.Module(), {}, [], []
         self.optimizer.state.clear()
         self.optimizer.param_groups.clear()
 
@@ -161,32 +165,27 @@ class Learner:
         `lr_warmup` goes from 0 (WARMUP_START_LR) to 1 (the learning rate of the schedule). `total_norm` computes the
         norm of the whole model's gradient from the norm of the part on this rank.
         """
-        gradients = self._gradients()
-        wide = [g.float() if g.dtype == torch.float16 else g for g in gradients]  # the norm may exceed float16
-        norm = total_norm(nn.utils.get_total_norm(wide))
+        parameters = self._with_gradients()
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = total_norm(gradient_norm(gradients, self._are_alike))
         if self.recipe.clip_norm is not None:
-            trained = [p for p in self._parameters.values() if p.grad is not None]
-            nn.utils.clip_grads_with_norm_(trained, self.recipe.clip_norm, norm)
+            clip_gradients(parameters, gradients, self.recipe.clip_norm, norm, self._are_alike)
         self._finite_check.add(self.loss, norm, self.num_steps + 1)
         with self._scaled_lr(self.recipe.schedule(self.num_steps), lr_warmup):
             self.optimizer.step()
         self.zero_grad()
         self.num_steps += 1
 
-    def _gradients(self) -> list[Tensor]:
-        """All gradients, dense and in forms that torch can clip and fused optimizers take."""
+    def _with_gradients(self) -> list[Tensor]:
+        """Parameters that have gradients; those are brought into forms that torch can clip and fused kernels take."""
         for p in self._strided:
-            if p.grad is not None:
-                p.grad = in_order_of(p, p.grad)  # reducers return them in the usual order
-        gradients = [g for p in self._parameters.values() if (g := p.grad) is not None]
-        if any(g.layout != torch.strided for g in gradients):
+            p.grad = in_order_of(p, p.grad)  # reducers return them in the usual order
+        for p in self._complex:
+            p.grad = None if p.grad is None else p.grad.resolve_conj()  # only marked as conjugated
+        found = [p for p in self._parameters.values() if p.grad is not None]
+        if {p.grad.layout for p in found if p.grad is not None} - {torch.strided}:
             self._refuse_sparse()
-        if not any(g.is_conj() for g in gradients):
-            return gradients
-        for p in self._parameters.values():
-            if p.grad is not None:
-                p.grad = p.grad.resolve_conj()  # only marked as conjugated, which torch cannot clip
-        return [g for p in self._parameters.values() if (g := p.grad) is not None]
+        return list(found)
 
     @contextmanager
     def _scaled_lr(self, factor: float, lr_warmup: float) -> Iterator[None]:

@@ -45,6 +45,8 @@ def is_view_error(error: RuntimeError) -> bool:
 @torch.no_grad()
 def in_order_of(parameter: Tensor, value: Any) -> Any:
     """A gradient or moment of a parameter in its order, as fused optimizers need it; anything else as it is."""
-    if not isinstance(value, Tensor) or value.shape != parameter.shape or value.stride() == parameter.stride():
+    if not isinstance(value, Tensor) or value.shape != parameter.shape or value.layout != torch.strided:
+        return value
+    if value.stride() == parameter.stride():
         return value
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
