@@ -93,7 +93,7 @@ class Run:
             self.config, self.task, comm, self.strategy, self.meters, self.folder, size
         )  # fmt: skip
         identity = {
-            **self.config.model_dump(mode="json", exclude=MAY_CHANGE),
+            **self.config.model_dump(mode="json", exclude=MAY_CHANGE | ({"compile"} if not config.compile else set())),
             "samples": self.loader.num_samples,
             "weights": fingerprint(model),
             **({"shards": shard.count} if shard.count < comm.size else {}),  # earlier versions had smaller batches
