@@ -92,13 +92,9 @@ class Run:
         self.recorder = Recorder(
             self.config, self.task, comm, self.strategy, self.meters, self.folder, size
         )  # fmt: skip
-        identity = {
-            **self.config.model_dump(mode="json", exclude=MAY_CHANGE | ({"compile"} if not config.compile else set())),
-            "samples": self.loader.num_samples,
-            "weights": fingerprint(model),
-            **({"shards": shard.count} if shard.count < comm.size else {}),  # earlier versions had smaller batches
-        }
-        self.checkpoints = Checkpoints(self.folder.checkpoints, comm, identity, config.keep, self._warn)
+        self.checkpoints = Checkpoints(
+            self.folder.checkpoints, comm, self._identity(model), config.keep, self._warn
+        )  # fmt: skip
         self.at = Position()
         self.losses: list[Tensor] = []  # of steps that are not yet in self.at.loss_sum
         self.progress: Progress = NoProgress()
@@ -200,6 +196,17 @@ class Run:
         return self.task.transform(inputs.to(self.device, non_blocking=True), self.generator.manual_seed(seed))
 
     # ---- position and checkpoints
+
+    def _identity(self, model: nn.Module) -> dict[str, Any]:
+        """What a checkpoint must have been made with."""
+        shards, ranks = self.strategy.shard.count, self.comm.size
+        new = set() if self.config.compile else {"compile"}  # a setting that earlier versions lack
+        return {
+            **self.config.model_dump(mode="json", exclude=MAY_CHANGE | new),
+            "samples": self.loader.num_samples,
+            "weights": fingerprint(model),
+            **({"shards": shards} if shards < ranks else {}),  # earlier versions had smaller batches
+        }
 
     def _resume(self) -> None:
         position = load_newest_checkpoint(
