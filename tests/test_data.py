@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +91,15 @@ def test_any_map_style_dataset_will_do() -> None:
     batches = list(loader)
     assert [x.tolist() for x, _ in batches] == [i.tolist() for i in loader.indices(0)]
     assert all(torch.equal(y, x**2) for x, y in batches)
+
+
+@pytest.mark.parametrize("dataset", [numbers(12), Squares()], ids=["tensors", "any"])
+def test_a_device_changes_no_batch(dataset: Dataset[Any]) -> None:
+    plain, placed = (tw.loader(dataset, Shard(1, 2), batch_size=3, device=device) for device in (None, "cpu"))
+    for (x, y), (x_placed, y_placed) in zip(plain, placed, strict=True):
+        assert torch.equal(x, x_placed)
+        assert torch.equal(y, y_placed)
+    assert placed.state_dict() == plain.state_dict()
 
 
 class Endless(IterableDataset[tuple[Tensor, Tensor]]):

@@ -69,6 +69,10 @@ class RunConfig(BaseModel):
         option(HOW, "Split each batch into this many pieces and add up their gradients: less memory, same update."),
     ] = 1
     autocast: Annotated[bool, option(HOW, "Compute in bfloat16 where that is safe (torch.autocast).")] = False
+    compile: Annotated[
+        bool,
+        option(HOW, "Compile the model (torch.compile); with strategies that leave it whole. Needs a C++ compiler."),
+    ] = False
     seed: Annotated[
         NonNegativeInt,
         option(HOW, "Random seed: decides the first weights, the data order and everything else random."),

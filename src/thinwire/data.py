@@ -5,7 +5,7 @@ So a checkpoint needs only the position in the data.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from thinwire.common.prefetching import copied_to_gpu
+from thinwire.common.tensors import num_bytes
 from thinwire.errors import UsageError
 
+GPU_SHARE = 0.1  # of a GPU's free memory that a dataset may take
 Batch = tuple[Tensor, Tensor]  # inputs, targets
 
 
@@ -56,6 +59,7 @@ class Loader:
         seed: int = 0,
         num_workers: int = 0,
         ranks: int | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         if not isinstance(shard, Shard):
             raise UsageError(
@@ -63,7 +67,8 @@ class Loader:
             )
         if batch_size < 1:
             raise UsageError(f"batch_size={batch_size}; possible: 1 or more")
-        self.dataset = dataset
+        self.device = None if device is None else torch.device(device)
+        self.dataset = on_device(dataset, self.device)
         self.shard = shard
         self.ranks = ranks or shard.count
         self.batch_size = batch_size
@@ -126,10 +131,10 @@ class Loader:
             "ranks": self.ranks,
         }
 
-    def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
+    def batches(self, epoch: int, start: int = 0) -> Generator[Any, None, None]:
         """The batches of an epoch, beginning with batch `start`."""
         seed = derive_seed(self.seed, epoch, self.shard.index)
-        return fetch(self.dataset, self.indices(epoch)[start:], self.num_workers, seed)
+        return fetch(self.dataset, self.indices(epoch)[start:], self.num_workers, seed, self.device)
 
     def indices(self, epoch: int) -> list[Tensor]:
         """The indices of the samples in each batch of an epoch."""
@@ -146,18 +151,30 @@ class Loader:
         return full, 0 if tail == 1 and full else tail
 
 
-def loader(dataset: Dataset[Any], shard: Shard, batch_size: int, *, seed: int = 0, num_workers: int = 0) -> Loader:
+def loader(
+    dataset: Dataset[Any],
+    shard: Shard,
+    batch_size: int,
+    *,
+    seed: int = 0,
+    num_workers: int = 0,
+    device: torch.device | str | None = None,
+) -> Loader:
     """The batches that a rank should train on; iterate once per epoch.
 
     `batch_size` is per shard: per rank, or per group of ranks that read the same samples. Any map-style dataset will
     do; a TensorDataset is indexed whole batches at a time. The loader's `state_dict` is the position in the data.
+
+    `device` names the model's GPU: then batches are there when they are asked for. A TensorDataset is copied to the GPU
+    whole if it takes at most a tenth of the memory that is free. Others are read ahead, if that draws no random numbers
+    of this process: a larger TensorDataset on a thread, any dataset with `num_workers`. The batches are the same.
 
     >>> import torch
     >>> data = torch.utils.data.TensorDataset(torch.arange(10.0), torch.arange(10))
     >>> [len(targets) for inputs, targets in loader(data, Shard(0, 2), batch_size=2)]
     [2, 2]
     """
-    return Loader(dataset, shard, batch_size, seed=seed, num_workers=num_workers)
+    return Loader(dataset, shard, batch_size, seed=seed, num_workers=num_workers, device=device)
 
 
 def num_samples(dataset: Any, what: str) -> int:
@@ -173,16 +190,49 @@ def num_samples(dataset: Any, what: str) -> int:
     return len(dataset)
 
 
-def fetch(dataset: Dataset[Any], batches: Sequence[Tensor], num_workers: int = 0, seed: int = 0) -> Iterator[Any]:
+def on_device(dataset: Dataset[Any], device: torch.device | None) -> Dataset[Any]:
+    """A TensorDataset on a GPU, if it takes at most GPU_SHARE of the memory that is free there; else as it is."""
+    if device is None or device.type != "cuda" or type(dataset) is not TensorDataset:
+        return dataset
+    free, _ = torch.cuda.mem_get_info(device)
+    if sum(map(num_bytes, dataset.tensors)) > GPU_SHARE * free:
+        return dataset
+    return TensorDataset(*(tensor.to(device) for tensor in dataset.tensors))
+
+
+def fetch(
+    dataset: Dataset[Any],
+    batches: Sequence[Tensor],
+    num_workers: int = 0,
+    seed: int = 0,
+    device: torch.device | None = None,
+) -> Generator[Any, None, None]:
     """The batches of samples with these indices; from a TensorDataset, whole batches at a time.
 
-    `seed` seeds the worker processes. Without it, torch would draw their seed from the generator of the training.
+    `seed` seeds the worker processes. Without it, torch would draw their seed from the generator of the training. With
+    a GPU as `device`, batches are copied there beside the computing.
     """
+    if not batches:
+        return
+    is_on_gpu = isinstance(dataset, TensorDataset) and all(tensor.is_cuda for tensor in dataset.tensors)
+    fetched: Iterator[Any]
     if isinstance(dataset, TensorDataset):
-        return (dataset[indices] for indices in batches)
-    order = [indices.tolist() for indices in batches]
-    generator = torch.Generator().manual_seed(seed)
-    return iter(DataLoader(dataset, batch_sampler=order, num_workers=num_workers, generator=generator))
+        chosen = _on_gpu(batches, dataset.tensors[0].device) if is_on_gpu else batches
+        fetched = (dataset[indices] for indices in chosen)
+    else:
+        order = [indices.tolist() for indices in batches]
+        generator = torch.Generator().manual_seed(seed)
+        fetched = iter(DataLoader(dataset, batch_sampler=order, num_workers=num_workers, generator=generator))
+    if device is not None and device.type == "cuda" and not is_on_gpu:
+        fetched = copied_to_gpu(fetched, device, in_background=type(dataset) is TensorDataset or num_workers > 0)
+    yield from fetched
+
+
+def _on_gpu(batches: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+    """The indices of all batches, copied to a GPU in one piece; the computing does not wait for them."""
+    order = torch.cat(list(batches)).pin_memory().to(device, non_blocking=True)
+    parts: Sequence[Tensor] = order.split([len(indices) for indices in batches])
+    return parts
 
 
 def derive_seed(*numbers: int) -> int:

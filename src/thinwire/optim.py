@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field, NonNegativeFloat
@@ -31,7 +31,8 @@ def sgd(
         raise UsageError("sgd: nesterov=True needs momentum above 0; try momentum=0.9")
 
     def make(parameters: Iterable[Parameter]) -> Optimizer:
-        return torch.optim.SGD(parameters, lr, momentum, weight_decay=weight_decay, nesterov=nesterov)
+        options: dict[str, Any] = {"weight_decay": weight_decay, "nesterov": nesterov}
+        return torch.optim.SGD(given := list(parameters), lr, momentum, **options, fused=_can_fuse(given))
 
     return make
 
@@ -47,9 +48,15 @@ def adamw(
     """Adam with decoupled weight decay."""
 
     def make(parameters: Iterable[Parameter]) -> Optimizer:
-        return torch.optim.AdamW(parameters, lr, (beta1, beta2), weight_decay=weight_decay)
+        given = list(parameters)
+        return torch.optim.AdamW(given, lr, (beta1, beta2), weight_decay=weight_decay, fused=_can_fuse(given))
 
     return make
+
+
+def _can_fuse(parameters: list[Parameter]) -> bool | None:
+    """Whether one kernel can update all parameters: on a GPU. None leaves it to torch, as before."""
+    return True if all(p.is_cuda and p.is_floating_point() for p in parameters) else None
 
 
 def constant(

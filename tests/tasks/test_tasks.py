@@ -147,6 +147,17 @@ def test_crops_and_flips_are_shifts_and_mirrors() -> None:
     assert seen == possible, "every shift and mirror image occurs, and nothing else"
 
 
+def test_crops_keep_the_order_of_the_images() -> None:
+    images = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    usual, last = (
+        crop_and_flip(images.contiguous(memory_format=order), torch.Generator().manual_seed(2), pad=2)
+        for order in (torch.contiguous_format, torch.channels_last)
+    )
+    assert torch.equal(usual, last)
+    assert usual.is_contiguous()
+    assert last.is_contiguous(memory_format=torch.channels_last)
+
+
 def test_shakespeare_predicts_the_next_character(tmp_path: Path) -> None:
     text = "".join(chr(97 + i % 7) for i in range(2000))
     (tmp_path / "input.txt").write_text(text)

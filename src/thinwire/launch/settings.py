@@ -47,11 +47,14 @@ def check_names(config: RunConfig) -> None:
 
 def check_options(config: RunConfig) -> None:
     """Raise UsageError for an option that does not exist, before ranks are started."""
+    from thinwire.strategies.prepare import refuse_compiling
     from thinwire.tasks.loading import check_task
 
     check_task(config.task)
     for kind, spec in _specs(config):
         registry.check(kind, spec)
+    if config.compile:
+        refuse_compiling(config.strategy)
 
 
 def _specs(config: RunConfig) -> list[tuple[str, str]]:

@@ -16,21 +16,22 @@ def evaluate(
 ) -> dict[str, float]:
     """The mean loss, and the accuracy if that is the metric, over the test set. Each rank computes a part of it."""
     model.eval()
-    totals = torch.zeros(3, dtype=torch.float64)  # loss, correct answers, samples
+    totals = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct answers, samples
     indices = torch.arange(len(task.test))  # type: ignore[arg-type]
     parts = [indices[rank :: comm.size].split(batch_size) for rank in range(comm.size)]
     mine = [part for part in parts[comm.rank] if len(part)]
-    for inputs, targets in fetch(task.test, mine):
+    one = torch.ones((), device=device)
+    for inputs, targets in fetch(task.test, mine, device=device):
         inputs, targets = inputs.to(device), targets.to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             outputs = model(task.transform(inputs, None))
             loss = task.loss(outputs, targets)
-        correct = (outputs.argmax(-1) == targets).double().mean() if task.metric == "accuracy" else torch.zeros(())
-        totals += torch.stack([loss.double().cpu(), correct.double().cpu(), torch.ones(())]) * len(targets)
+        correct = (outputs.argmax(-1) == targets).double().mean() if task.metric == "accuracy" else 0 * one
+        totals += torch.stack([loss.double(), correct.double(), one]) * len(targets)  # a GPU is not waited for
     for inputs, _ in fetch(task.test, [indices[:1]] * (len(parts[0]) - len(mine))):
         model(
             task.transform(inputs.to(device), None)
         )  # ranks must run it equally often: its layers may be fetched from other ranks
-    loss_sum, num_correct, num_samples = comm.sum(totals).tolist()
+    loss_sum, num_correct, num_samples = comm.sum(totals.cpu()).tolist()
     result = {"loss": loss_sum / num_samples}
     return result | ({"accuracy": 100 * num_correct / num_samples} if task.metric == "accuracy" else {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from thinwire.comm.join import join
 from thinwire.comm.world import find_world
 from thinwire.common.messages import print_line
 from thinwire.config import MAY_CHANGE, RunConfig
-from thinwire.data import Loader, derive_seed
+from thinwire.data import Loader, derive_seed, on_device
 from thinwire.errors import PeerLost
 from thinwire.run.checkpoint import Checkpoints
 from thinwire.run.meters import Meters
@@ -29,7 +30,9 @@ from thinwire.run.records import RunFolder
 from thinwire.run.startup import choose_device, fingerprint, on_rank_0, open_folder, seed_everything, with_defaults
 from thinwire.run.summary import num_parameters
 from thinwire.strategies.base import Strategy
-from thinwire.strategies.learner import CHECK_EVERY_STEPS, Recipe, not_finite_error
+from thinwire.strategies.finite import CHECK_EVERY_STEPS, not_finite_error
+from thinwire.strategies.learner import Recipe
+from thinwire.strategies.prepare import make_strategy
 from thinwire.tasks.loading import load_task
 
 
@@ -77,20 +80,21 @@ class Run:
         size = num_parameters(model)
         self.strategy = self._make_strategy(model)
         shard = self.strategy.shard
-        self.loader = Loader(self.task.train, shard, self._setting("batch_size"), seed=config.seed, ranks=comm.size)
+        self.loader = Loader(
+            self.task.train, shard, self._setting("batch_size"), seed=config.seed, ranks=comm.size,
+            device=None if self.strategy.checks_targets else device,
+        )  # fmt: skip
+        self.task = replace(self.task, test=on_device(self.task.test, device))
+        self.generator = torch.Generator(device)  # of the augmentation; seeded anew for each batch
         self.num_steps = self._setting("epochs") * len(self.loader)
         seed_everything(derive_seed(config.seed, comm.rank))  # dropout differs between ranks
         self.folder = open_folder(config, comm)
         self.recorder = Recorder(
             self.config, self.task, comm, self.strategy, self.meters, self.folder, size
         )  # fmt: skip
-        identity = {
-            **self.config.model_dump(mode="json", exclude=MAY_CHANGE),
-            "samples": self.loader.num_samples,
-            "weights": fingerprint(model),
-            **({"shards": shard.count} if shard.count < comm.size else {}),  # earlier versions had smaller batches
-        }
-        self.checkpoints = Checkpoints(self.folder.checkpoints, comm, identity, config.keep, self._warn)
+        self.checkpoints = Checkpoints(
+            self.folder.checkpoints, comm, self._identity(model), config.keep, self._warn
+        )  # fmt: skip
         self.at = Position()
         self.losses: list[Tensor] = []  # of steps that are not yet in self.at.loss_sum
         self.progress: Progress = NoProgress()
@@ -128,9 +132,9 @@ class Run:
             accumulate=self.config.accumulate,
             autocast=self.config.autocast,
             epochs=self._setting("epochs"),
+            compile=self.config.compile,
         )
-        strategy: Strategy = registry.build("strategies", self.config.strategy, model, recipe, self.comm)
-        return strategy
+        return make_strategy(self.config.strategy, model, recipe, self.comm)
 
     def _train_epoch(self) -> None:
         begin = time.monotonic() - self.at.train_seconds
@@ -141,22 +145,23 @@ class Run:
             return (self.at.samples - samples) / (self.at.train_seconds - seconds)
 
         self.strategy.begin_epoch(len(self.loader))
-        for i, (inputs, targets) in enumerate(self.loader.batches(self.at.epoch, start=self.at.batch)):
-            if self.at.epoch == 0:
-                self.meters.record_some_steps(i)
-            with self.meters.timeline.step(self.at.step + 1):
-                self.losses.append(self.strategy.step((self._transformed(inputs), targets)))
-            self._advance(
-                batch=self.at.batch + 1, step=self.at.step + 1, train_seconds=time.monotonic() - begin,
-                samples=self.at.samples + len(inputs) * self.strategy.shard.count,
-            )  # fmt: skip
-            is_checkpoint = every > 0 and self.at.step % every == 0 and self.at.batch < len(self.loader)
-            if is_checkpoint or len(self.losses) >= CHECK_EVERY_STEPS or self.progress.is_due():
-                self._read_losses(speed())
-            if is_checkpoint:
-                before = time.monotonic()
-                self._save_checkpoint()
-                begin += time.monotonic() - before  # not part of train_seconds
+        with closing(self.loader.batches(self.at.epoch, start=self.at.batch)) as batches:
+            for i, (inputs, targets) in enumerate(batches):
+                if self.at.epoch == 0:
+                    self.meters.record_some_steps(i)
+                with self.meters.timeline.step(self.at.step + 1):
+                    self.losses.append(self.strategy.step((self._transformed(inputs), targets)))
+                self._advance(
+                    batch=self.at.batch + 1, step=self.at.step + 1, train_seconds=time.monotonic() - begin,
+                    samples=self.at.samples + len(inputs) * self.strategy.shard.count,
+                )  # fmt: skip
+                is_checkpoint = every > 0 and self.at.step % every == 0 and self.at.batch < len(self.loader)
+                if is_checkpoint or len(self.losses) >= CHECK_EVERY_STEPS or self.progress.is_due():
+                    self._read_losses(speed())
+                if is_checkpoint:
+                    before = time.monotonic()
+                    self._save_checkpoint()
+                    begin += time.monotonic() - before  # not part of train_seconds
         self.meters.timeline.pause()
         with self.meters.timeline.step(self.at.step):
             self.strategy.end_epoch()
@@ -188,10 +193,20 @@ class Run:
     def _transformed(self, inputs: Tensor) -> Tensor:
         """The model's inputs, with augmentation that depends on (seed, epoch, batch, shard) alone."""
         seed = derive_seed(self.config.seed, self.at.epoch, self.at.batch, self.strategy.shard.index)
-        generator = torch.Generator(self.device).manual_seed(seed)
-        return self.task.transform(inputs.to(self.device, non_blocking=True), generator)
+        return self.task.transform(inputs.to(self.device, non_blocking=True), self.generator.manual_seed(seed))
 
     # ---- position and checkpoints
+
+    def _identity(self, model: nn.Module) -> dict[str, Any]:
+        """What a checkpoint must have been made with."""
+        shards, ranks = self.strategy.shard.count, self.comm.size
+        new = set() if self.config.compile else {"compile"}  # a setting that earlier versions lack
+        return {
+            **self.config.model_dump(mode="json", exclude=MAY_CHANGE | new),
+            "samples": self.loader.num_samples,
+            "weights": fingerprint(model),
+            **({"shards": shards} if shards < ranks else {}),  # earlier versions had smaller batches
+        }
 
     def _resume(self) -> None:
         position = load_newest_checkpoint(

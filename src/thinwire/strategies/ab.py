@@ -53,6 +53,8 @@ class AB(Strategy):
     Coquelin et al., "AB-Training: A Communication-Efficient Approach for Distributed Low-Rank Learning", 2024.
     """
 
+    keeps_model = False
+
     series: ClassVar = {
         "layer_ranks": Series(
             "Rank of each layer",

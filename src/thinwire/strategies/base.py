@@ -33,6 +33,8 @@ class Strategy(ABC):
 
     shard: Shard  # which part of each batch this rank reads
     allows_uneven: bool = False  # whether ranks may have different numbers of batches in an epoch
+    keeps_model: ClassVar[bool] = True  # whether ranks train the model as it is given; only then can it be compiled
+    checks_targets: ClassVar[bool] = False  # whether it reads the targets on the host in every step
     sees_loss: bool = True  # whether the losses that `step` returns on this rank are the whole model's
     series: ClassVar[Mapping[str, Series]] = {}  # how the report shows values of `status`
 

@@ -49,6 +49,7 @@ class IST(Strategy):
     """
 
     allows_uneven = True
+    keeps_model = False
 
     series: ClassVar = {
         "shares": Series(

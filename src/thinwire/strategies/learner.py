@@ -12,13 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.common.dtypes import refuse_sparse
+from thinwire.common.messages import say
 from thinwire.data import Batch, to_device
-from thinwire.errors import RunError, UsageError
+from thinwire.errors import UsageError
 from thinwire.exchange.buckets import missing_gradient_error
 from thinwire.exchange.gradients import GradientExchange
 from thinwire.optim import OptimizerFactory
+from thinwire.strategies.clipping import are_alike, clip_gradients, gradient_norm
+from thinwire.strategies.finite import FiniteCheck
+from thinwire.surgery.memory_format import in_order_of, is_view_error, keep_outputs_contiguous, use_channels_last
 
-CHECK_EVERY_STEPS = 20  # how often losses and gradients on a GPU are checked; each check waits for the GPU
+IMPLEMENTATION = ("foreach", "fused")  # settings of an optimizer that do not change what it computes
 WARMUP_START_LR = 1e-5  # where a learning-rate warm-up begins
 Loss = Callable[[Any, Tensor], Tensor]  # (model output, targets) → mean over the batch
 
@@ -34,6 +38,7 @@ class Recipe:
     accumulate: int = 1  # micro-batches that a batch is computed in; more = less memory, same update
     autocast: bool = False  # whether forward passes compute in bfloat16
     epochs: int | None = None  # in the whole run; for strategies with phases
+    compile: bool = False  # whether the model is compiled by torch.compile; of strategies that leave it whole
 
 
 class Learner:
@@ -49,19 +54,31 @@ class Learner:
         self.optimizer_replaced_by = optimizer_replaced_by
         self.num_steps = 0
         self.initial_lrs: list[float] = []  # of the optimizer's parameter groups, when it was made
+        self._allows_channels_last = True
         self.new_optimizer()
         self.loss = torch.zeros(())  # of the last step
-        self._unchecked: list[Tensor] = []  # (loss, norm of the gradient) of steps that are not yet checked
+        self._autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=recipe.autocast)
+        self._finite_check = FiniteCheck()
 
     def new_optimizer(self, states: Mapping[str, dict[str, Any]] | None = None) -> None:
-        """Make an optimizer for the model's present parameters. `states`: its state for some of them, by name."""
-        trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        """Make an optimizer for the model's present parameters. `states`: its state for some of them, by name.
+
+        To be called whenever the model was replaced or got other parameters: they are listed here, not in every step.
+        """
+        self.is_channels_last = self._allows_channels_last and use_channels_last(self.model)
+        self._parameters = dict(self.model.named_parameters())
+        everything = self._parameters.values()
+        self._strided = [p for p in everything if not p.is_contiguous()]
+        self._complex = [p for p in everything if p.is_complex()]
+        self._are_alike = are_alike(everything)
+        trainable = {name: p for name, p in self._parameters.items() if p.requires_grad}
         if not trainable:
             raise UsageError("the model has no parameter to train; set requires_grad on at least one")
         self._refuse_lost_lr()
+        self.device = next(iter(self._parameters.values())).device
         self.optimizer = self.recipe.optimizer(list(trainable.values()))
         self.initial_lrs = [group["lr"] for group in self.optimizer.param_groups]
-        own = {id(p) for p in self.model.parameters()}
+        own = {id(p) for p in self._parameters.values()}
         if any(id(p) not in own for group in self.optimizer.param_groups for p in group["params"]):
             raise UsageError(
                 "the optimizer factory made an optimizer with parameters that are not the model's, and ranks would not "
@@ -77,6 +94,7 @@ class Learner:
         for name, state in (states or {}).items():
             if state and name in trainable:
                 self.optimizer.state[trainable[name]] = state
+        self._match_orders()
 
     def _refuse_lost_lr(self) -> None:
         """Raise UsageError if the learning rate was changed in an optimizer that is now to be replaced."""
@@ -93,36 +111,53 @@ class Learner:
         """Free the memory of model and optimizer state. Set another model and call `new_optimizer` to train again."""
         self._refuse_lost_lr()
         self.initial_lrs = []
-        self.model = nn.Module()
+        self.model, self._parameters, self._strided, self._complex = nn.Module(), {}, [], []
         self.optimizer.state.clear()
         self.optimizer.param_groups.clear()
 
     def backward(self, batch: Batch, exchange: GradientExchange, exchanging: bool = True) -> Tensor:
         """Compute the gradients of the mean loss over the batch, and exchange them or not; returns the loss."""
         self.zero_grad()
-        device = next(self.model.parameters()).device
-        inputs, targets = to_device(batch, device)
+        inputs, targets = to_device(batch, self.device)
+        if self.is_channels_last and inputs.dim() == 4:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
         micro_batches = list(zip(self.micro_batches(inputs), self.micro_batches(targets), strict=True))
         losses = []
         try:
             for i, (x, y) in enumerate(micro_batches, 1):
                 with nullcontext() if exchanging and i == len(micro_batches) else exchange.accumulating():
-                    with torch.autocast(device.type, torch.bfloat16, enabled=self.recipe.autocast):
-                        loss = self.recipe.loss(exchange.forward(x), y) * (len(x) / len(inputs))
+                    with self._autocast:
+                        loss = self.recipe.loss(exchange.forward(x), y)
+                        if len(micro_batches) > 1:
+                            loss = loss * (len(x) / len(inputs))
                     loss.backward()
                 losses.append(loss.detach())
         except RuntimeError as error:
             self._refuse_sparse()
+            if self.is_channels_last and is_view_error(error):
+                self.give_up_channels_last()
+                return self.backward(batch, exchange, exchanging)
             unfinished = "Expected to have finished reduction" in str(error)  # how DDP reports it, one step late
             raise exchange.error or (missing_gradient_error() if unfinished else error) from None
         if exchanging:
             exchange.finish()
-        self.loss = torch.stack(losses).sum()
+        self.loss = losses[0] if len(losses) == 1 and losses[0].dim() == 0 else torch.stack(losses).sum()
         return self.loss
+
+    def give_up_channels_last(self) -> None:
+        """Go on with a model that calls `view` on what a convolution returns; it fails in its first forward pass."""
+        say(
+            "the model calls view on what a convolution returns, which has channels_last order on a GPU; it goes on in "
+            "the usual order, which is slower. Faster: flatten or reshape instead of view",
+            once=True,
+        )
+        keep_outputs_contiguous(self.model)
+        self._allows_channels_last = self.is_channels_last = False
 
     def zero_grad(self) -> None:
         """Drop all gradients, also those that a backward pass outside of thinwire left (as in a GAN)."""
-        self.model.zero_grad()
+        for p in self._parameters.values():
+            p.grad = None
 
     def update(self, lr_warmup: float = 1.0, total_norm: Callable[[Tensor], Tensor] = lambda norm: norm) -> None:
         """Check and clip the gradients, and take an optimizer step.
@@ -130,21 +165,27 @@ class Learner:
         `lr_warmup` goes from 0 (WARMUP_START_LR) to 1 (the learning rate of the schedule). `total_norm` computes the
         norm of the whole model's gradient from the norm of the part on this rank.
         """
-        self._refuse_sparse()
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        for p in parameters:
-            if p.grad is not None and p.grad.is_conj():  # only marked as conjugated, which torch cannot clip
-                p.grad = p.grad.resolve_conj()
+        parameters = self._with_gradients()
         gradients = [p.grad for p in parameters if p.grad is not None]
-        wide = [g.float() if g.dtype == torch.float16 else g for g in gradients]  # the norm may exceed float16
-        norm = total_norm(nn.utils.get_total_norm(wide))
+        norm = total_norm(gradient_norm(gradients, self._are_alike))
         if self.recipe.clip_norm is not None:
-            nn.utils.clip_grads_with_norm_(parameters, self.recipe.clip_norm, norm)
-        self._check_finite(norm)
+            clip_gradients(parameters, gradients, self.recipe.clip_norm, norm, self._are_alike)
+        self._finite_check.add(self.loss, norm, self.num_steps + 1)
         with self._scaled_lr(self.recipe.schedule(self.num_steps), lr_warmup):
             self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.zero_grad()
         self.num_steps += 1
+
+    def _with_gradients(self) -> list[Tensor]:
+        """Parameters that have gradients; those are brought into forms that torch can clip and fused kernels take."""
+        for p in self._strided:
+            p.grad = in_order_of(p, p.grad)  # reducers return them in the usual order
+        for p in self._complex:
+            p.grad = None if p.grad is None else p.grad.resolve_conj()  # only marked as conjugated
+        found = [p for p in self._parameters.values() if p.grad is not None]
+        if {p.grad.layout for p in found if p.grad is not None} - {torch.strided}:
+            self._refuse_sparse()
+        return list(found)
 
     @contextmanager
     def _scaled_lr(self, factor: float, lr_warmup: float) -> Iterator[None]:
@@ -160,21 +201,8 @@ class Learner:
 
     def _refuse_sparse(self) -> None:
         """Raise an error with the parameter's name; those of DDP and of torch's norm do not name the cause."""
-        for name, p in self.model.named_parameters():
+        for name, p in self._parameters.items():
             refuse_sparse(p.grad, name)
-
-    def _check_finite(self, norm: Tensor) -> None:
-        """Raise RunError if a loss or a gradient is not finite: at once on a CPU, every few steps on a GPU."""
-        self._unchecked.append(torch.stack([self.loss.float(), norm.float()]))
-        if norm.is_cuda and len(self._unchecked) < CHECK_EVERY_STEPS:
-            return
-        unchecked = torch.stack(self._unchecked).cpu()
-        self._unchecked.clear()
-        if not unchecked.isfinite().all():
-            first = int((~unchecked.isfinite().all(1)).nonzero()[0])
-            loss = unchecked[first, 0]
-            step = self.num_steps + 2 - len(unchecked) + first
-            raise not_finite_error(step, None if loss.isfinite() else loss.item())
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -185,22 +213,25 @@ class Learner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # torch would train into the caller's tensors
+        saved = copy.deepcopy(state["optimizer"])  # torch would train into the caller's tensors
+        for there, here in zip(saved["param_groups"], self.optimizer.param_groups, strict=False):
+            there |= {key: here[key] for key in IMPLEMENTATION if key in here}  # a run may go on on another device
+        self.optimizer.load_state_dict(saved)
+        self._match_orders()
         self.num_steps = state["num_steps"]
+
+    def _match_orders(self) -> None:
+        """Bring the optimizer's moments into the order of their parameters: files have them in the usual order."""
+        for p, moments in self.optimizer.state.items():
+            for name, value in moments.items():
+                moments[name] = in_order_of(p, value)
 
     def micro_batches(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Split a batch into `accumulate` micro-batches of at least two samples: BatchNorm needs two."""
-        return tensor.tensor_split(max(1, min(self.recipe.accumulate, len(tensor) // 2)))
+        number = min(self.recipe.accumulate, len(tensor) // 2)
+        return tensor.tensor_split(number) if number > 1 else (tensor,)
 
 
 def _has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
     """Whether one of torch's schedulers was made for an optimizer: it stores the first learning rate there."""
     return any("initial_lr" in group for group in optimizer.param_groups)
-
-
-def not_finite_error(step: int, loss: float | None) -> RunError:
-    """The error for a step whose loss is not finite, or, if loss is None, whose gradient is not."""
-    what = "the gradient is not finite" if loss is None else f"the loss is {loss}"
-    return RunError(
-        f"{what} at step {step}; try a lower --lr, a warm-up (--schedule 'cosine(warmup_epochs=1)') or --clip-norm 1"
-    )

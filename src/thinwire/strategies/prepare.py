@@ -15,6 +15,7 @@ from thinwire.comm.base import Comm
 from thinwire.common.dtypes import refuse_unfit
 from thinwire.errors import UsageError
 from thinwire.optim import OptimizerFactory
+from thinwire.spec import parse
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.learner import Loss, Recipe
 from thinwire.surgery.meta import refuse_moved_to_meta
@@ -32,12 +33,14 @@ def prepare(
     accumulate: int = 1,
     autocast: bool = False,
     epochs: int | None = None,
+    compile: bool = False,
 ) -> Strategy:
     """A trainer for your model: the strategy that a spec names, ready to `step`.
 
     `optimizer` is a factory because some strategies make parameters in mid-run. `schedule` maps a step to a factor of
     the optimizer's learning rate, which torch's schedulers may change too. `epochs` is the number of epochs of the
-    run, for strategies that have phases. All ranks start from rank 0's weights.
+    run, for strategies that have phases. All ranks start from rank 0's weights. With `compile` the model is compiled in
+    place by torch.compile. On a GPU, weights of convolutions get channels_last order.
 
     >>> import thinwire as tw, torch
     >>> with tw.join() as comm:
@@ -52,9 +55,30 @@ def prepare(
     _check_model(model)
     refuse_moved_to_meta(model)
     refuse_unfit(model, "prepare")
-    recipe = Recipe(_with_checked_result(loss), optimizer, schedule, clip_norm, accumulate, autocast, epochs)
+    checked = _with_checked_result(loss)
+    recipe = Recipe(checked, optimizer, schedule, clip_norm, accumulate, autocast, epochs, compile)
+    return make_strategy(spec, model, recipe, comm)
+
+
+def make_strategy(spec: str, model: nn.Module, recipe: Recipe, comm: Comm) -> Strategy:
+    """The strategy that a spec names; if the recipe says so, the model is compiled in place."""
+    if recipe.compile:
+        refuse_compiling(spec)
     strategy: Strategy = registry.build("strategies", spec, model, recipe, comm)
+    if recipe.compile:
+        model.compile()  # in place: names stay, and copies are not compiled
     return strategy
+
+
+def refuse_compiling(spec: str) -> None:
+    """Raise UsageError if a strategy trains something else than the whole model, which cannot be compiled."""
+    name = parse(spec).name
+    if not registry.load("strategies", name).keeps_model:
+        possible = [other for other in registry.TABLE["strategies"] if registry.load("strategies", other).keeps_model]
+        raise UsageError(
+            f"{name} cuts the model or replaces its layers, and cannot compile it; leave compile out. Possible with "
+            f"compile: {', '.join(possible)}"
+        )
 
 
 def _check_options(optimizer: Any, loss: Any, clip_norm: float | None, accumulate: int, epochs: int | None) -> None:

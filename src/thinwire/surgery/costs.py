@@ -22,9 +22,11 @@ def activations(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
     seen = [x]
     for module in modules:
         modes = {m: m.training for m in module.modules()}
-        out = module.eval()(seen[-1].clone())
-        for m, mode in modes.items():
-            m.training = mode
+        try:
+            out = module.eval()(seen[-1].clone())
+        finally:
+            for m, mode in modes.items():
+                m.training = mode
         if not isinstance(out, Tensor) or not out.is_floating_point():
             what = str(out.dtype) if isinstance(out, Tensor) else type(out).__name__
             raise UsageError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def cifar10(
     images, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
 
     def transform(batch: Tensor, generator: Generator | None) -> Tensor:
-        mean, std = (batch.new_tensor(x, dtype=torch.float32)[:, None, None] for x in (MEAN, STD))
+        mean, std = _mean_and_std(batch.device)
         normalised = (batch.float() / 255 - mean) / std
         return crop_and_flip(normalised, generator) if generator and augment else normalised
 
@@ -57,19 +58,35 @@ def cifar10(
     )
 
 
+@functools.cache
+def _mean_and_std(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of each colour, on a device; kept there, because a copy in every step would wait for the GPU."""
+    mean, std = (torch.tensor(x, dtype=torch.float32, device=device)[:, None, None] for x in (MEAN, STD))
+    return mean, std
+
+
 def crop_and_flip(images: Tensor, generator: Generator, pad: int = 4) -> Tensor:
     """Shift each image by up to `pad` pixels, with zeros beyond its border, and mirror it with probability ½."""
-    n, _, height, width = images.shape
+    n, channels, height, width = images.shape
     device = images.device
+    sample, channel, rows, columns = _positions(n, channels, height, width, device)
     shift = torch.randint(0, 2 * pad + 1, (2, n, 1), generator=generator, device=device)
     mirror = torch.randint(0, 2, (n, 1), generator=generator, device=device)
-    rows = torch.arange(height, device=device) + shift[0]
-    columns = torch.arange(width, device=device)
+    rows = rows + shift[0]
     columns = torch.where(mirror == 1, width - 1 - columns, columns) + shift[1]
     padded = nn.functional.pad(images, (pad, pad, pad, pad))
-    sample = torch.arange(n, device=device)[:, None, None, None]
-    channel = torch.arange(images.shape[1], device=device)[None, :, None, None]
-    return padded[sample, channel, rows[:, None, :, None], columns[:, None, None, :]]
+    if images.is_contiguous():
+        return padded[sample, channel, rows[:, None, :, None], columns[:, None, None, :]]
+    by_pixel = padded.permute(0, 2, 3, 1)[sample[..., 0], rows[:, :, None], columns[:, None, :]]
+    return by_pixel.permute(0, 3, 1, 2)  # in channels_last order, as the images
+
+
+@functools.lru_cache(maxsize=4)
+def _positions(n: int, channels: int, height: int, width: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Indices of samples, channels, rows and columns; kept, because making them takes longer than cropping."""
+    sample, channel = torch.arange(n, device=device), torch.arange(channels, device=device)
+    rows, columns = torch.arange(height, device=device), torch.arange(width, device=device)
+    return sample[:, None, None, None], channel[None, :, None, None], rows, columns
 
 
 def _read(data: Path | None, name: str) -> tuple[Tensor, Tensor]:

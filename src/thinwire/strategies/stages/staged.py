@@ -26,6 +26,7 @@ from thinwire.strategies.stages.cut_model import CutModel, Stage
 from thinwire.strategies.stages.cutting import Cut, cut_into_blocks, find_starts, layer_names
 from thinwire.strategies.stages.layout import StageLayout, choose_num_stages
 from thinwire.surgery.costs import activations, flops
+from thinwire.surgery.memory_format import is_view_error
 from thinwire.surgery.segments import segments_of
 
 EXAMPLE_SAMPLES = 2
@@ -38,6 +39,9 @@ class Staged(Strategy, abstract=True):
     The first batch shows what passes between the layers of the model. So the model is cut in the first step, or by
     `begin`, and only then does a rank know its stage.
     """
+
+    keeps_model = False
+    checks_targets = True
 
     series: ClassVar = {
         "operations": Series(
@@ -92,8 +96,19 @@ class Staged(Strategy, abstract=True):
         self.cut_model = CutModel(self.model, stages, self.layout, self.comm)
         self.model = self.stage = self.cut_model.stage
         self.learner = Learner(self.stage, self.recipe)
+        self._try_channels_last(passed[self.starts[index]])
         self.exchange = self._make_exchange()
         self.has_begun = True
+
+    def _try_channels_last(self, z_in: Tensor) -> None:
+        """Go back to the usual order if this rank's block cannot compute in channels_last."""
+        if self.learner.is_channels_last:
+            try:
+                activations([self.stage.block], z_in)
+            except RuntimeError as error:
+                if not is_view_error(error):
+                    raise
+                self.learner.give_up_channels_last()
 
     def make_heads(self, passed: Sequence[Tensor], ends: Sequence[int]) -> list[nn.Module | None]:
         """A head for each block, or none.

@@ -1,0 +1,99 @@
+"""Items that a background thread makes ahead of their use, and batches that are copied to a GPU while it computes."""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def made_ahead(items: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
+    """The same items in the same order, made by a background thread, up to `depth` of them ahead of their use.
+
+    An error of the iterator is raised when its turn comes. The thread ends with the items, or when this is closed.
+
+    >>> list(made_ahead(iter(range(5))))
+    [0, 1, 2, 3, 4]
+    """
+    made: queue.SimpleQueue[tuple[T, None] | tuple[None, BaseException]] = queue.SimpleQueue()
+    free = threading.Semaphore(depth)  # places for items that are made and not yet used
+    started, closed = threading.Event(), threading.Event()
+
+    def run() -> None:
+        torch.get_num_threads()  # else torch would overwrite the setting when this thread first computes
+        torch.set_num_threads(1)  # a pool of threads would compete with that of the computing thread
+        started.set()
+        try:
+            while free.acquire() and not closed.is_set():
+                made.put((next(items), None))
+        except BaseException as error:  # StopIteration at the end
+            made.put((None, error))
+
+    thread = threading.Thread(target=run, name="prefetching", daemon=True)
+    num_threads = torch.get_num_threads()
+    thread.start()
+    started.wait()
+    torch.set_num_threads(num_threads)  # the new thread's setting is also the default of later threads
+    try:
+        while True:
+            item, error = made.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            free.release()
+            yield item  # type: ignore[misc]
+    finally:
+        closed.set()
+        free.release()
+        thread.join()
+
+
+def copied_to_gpu(batches: Iterator[Any], device: torch.device, in_background: bool) -> Generator[Any, None, None]:
+    """The same batches on a GPU. Copies are made from pinned memory, on a stream of their own, beside the computing.
+
+    With `in_background` a thread reads the batches ahead. Without it each is read when it is asked for, so that random
+    numbers which the reading draws keep their place among those of the training.
+    """
+    stream = torch.cuda.Stream(device)
+
+    def start_copy(batch: Any) -> tuple[Any, torch.cuda.Event]:
+        with torch.cuda.stream(stream):
+            copied = map_tensors(batch, lambda t: t if t.is_cuda else t.pin_memory().to(device, non_blocking=True))
+            return copied, stream.record_event()
+
+    started = map(start_copy, batches)
+    for batch, is_copied in made_ahead(started) if in_background else started:
+        computing = torch.cuda.current_stream(device)
+        computing.wait_event(is_copied)
+        yield map_tensors(batch, functools.partial(_keep_for, computing))
+
+
+def _keep_for(stream: torch.cuda.Stream, tensor: Tensor) -> Tensor:
+    """The tensor; its memory is not used again before this stream has done what it is given to do with it."""
+    tensor.record_stream(stream)
+    return tensor
+
+
+def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
+    """A batch with a function applied to each of its tensors, which may be in tuples, lists and dicts.
+
+    >>> map_tensors((torch.ones(2), [torch.zeros(1), "label"]), len)
+    (2, [1, 'label'])
+    """
+    match batch:
+        case Tensor():
+            return function(batch)
+        case dict():
+            return {key: map_tensors(value, function) for key, value in batch.items()}
+        case tuple() | list():
+            values = [map_tensors(value, function) for value in batch]
+            return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    return batch

@@ -1,0 +1,88 @@
+"""Batches that a thread makes ahead: the same ones, its errors in their place, and no thread that stays."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from thinwire.common.prefetching import made_ahead, map_tensors
+
+
+def num_threads() -> int:
+    return sum(thread.name == "prefetching" for thread in threading.enumerate())
+
+
+@given(st.integers(0, 9), st.integers(1, 4))
+def test_the_items_are_the_same_in_the_same_order(count: int, depth: int) -> None:
+    assert list(made_ahead(iter(range(count)), depth)) == list(range(count))
+    assert num_threads() == 0
+
+
+def test_no_more_items_are_made_than_places_are_free() -> None:
+    made = []
+
+    def items() -> Iterator[int]:
+        for i in range(20):
+            made.append(i)
+            yield i
+
+    ahead = made_ahead(items(), depth=2)
+    for used in range(1, 6):
+        next(ahead)
+        assert len(made) <= used + 2
+    ahead.close()
+    assert num_threads() == 0
+    assert len(made) < 20
+
+
+def broken() -> Iterator[int]:
+    yield 1
+    raise ZeroDivisionError("in the dataset")
+
+
+def test_an_error_comes_after_the_items_before_it() -> None:
+    ahead = made_ahead(broken())
+    assert next(ahead) == 1
+    with pytest.raises(ZeroDivisionError, match="in the dataset"):
+        next(ahead)
+    assert num_threads() == 0
+
+
+def test_a_loop_that_is_left_ends_the_thread() -> None:
+    for item in made_ahead(iter(range(1000))):
+        if item == 3:
+            break
+    assert num_threads() == 0
+
+
+def test_nothing_runs_before_the_first_item_is_asked_for() -> None:
+    made_ahead(broken())
+    assert num_threads() == 0
+
+
+def test_threads_of_torch_stay_as_they_were() -> None:
+    before = torch.get_num_threads()
+    list(made_ahead(iter(range(3))))
+    assert torch.get_num_threads() == before
+    found: list[int] = []
+    later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    later.start()
+    later.join()
+    assert found == [before]
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: list[Tensor]
+
+
+def test_every_tensor_of_a_batch_is_found() -> None:
+    batch = {"a": Pair(torch.zeros(2), [torch.zeros(3), torch.zeros(4)]), "b": (torch.zeros(5), "text")}
+    assert map_tensors(batch, len) == {"a": Pair(2, [3, 4]), "b": (5, "text")}  # type: ignore[arg-type]

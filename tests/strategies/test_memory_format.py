@@ -1,0 +1,109 @@
+"""Convolutions in channels_last order train the same model; here on a CPU, where that order is possible too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import thinwire as tw
+from tests.training import batches, seeded, steps, trainer, weights
+from tests.worlds import on_threads
+from thinwire.comm.base import Comm
+from thinwire.common.tensor_files import save_model
+from thinwire.run.states import pack, unpack
+from thinwire.surgery import memory_format
+
+SPECS = [
+    "data_parallel(reducer=error_feedback(maxnorm))", "local_sgd(every=2)", "alone", "ist(local_steps=3)",
+    "daso(ranks_per_node=1, warmup_epochs=1, cooldown_epochs=0)", "local_parallel",
+    "ab(sync_every=3, warmup=1, cutoff=0.9, moments=rotate)",
+]  # fmt: skip
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(),
+        nn.Conv2d(8, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 3),
+    )  # fmt: skip
+
+
+class Viewing(nn.Module):
+    """Calls `view` on what a convolution returns, which is possible in the usual order alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.last = nn.Conv2d(2, 4, 3), nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.convolution(x).view(x.size(0), -1))
+
+
+NETS = {"convolutions": seeded(0, convolutions), "viewing": seeded(0, Viewing)}
+DATA = batches(8, 16, (2, 6, 6))
+
+
+def fused(parameters: Any) -> torch.optim.Optimizer:
+    """Fused kernels need gradients and moments in the order of their parameter."""
+    return torch.optim.SGD(parameters, 0.05, 0.9, fused=True)
+
+
+def trained(comm: Comm, spec: str, net: str) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+    """The weights; those of a trainer that went on from a saved state; how many weights are in another order."""
+    straight, resumed = (trainer(comm, spec, NETS[net], fused) for _ in range(2))
+    steps(straight, DATA[:5])
+    tensors: dict[str, Tensor] = {}
+    tree = pack(straight.state_dict(), tensors)
+    assert all(t.is_contiguous() for t in tensors.values())
+    resumed.load_state_dict(unpack(tree, tensors))
+    for one in (straight, resumed):
+        steps(one, DATA[5:])
+    num_strided = sum(not p.is_contiguous() for p in straight.learner.model.parameters())
+    first, second = (weights(one.consolidate()) for one in (straight, resumed))
+    return first, second, num_strided
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("net", NETS)
+def test_channels_last_trains_the_same_model(spec: str, net: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if net == "viewing" and spec[:2] in ("is", "ab"):
+        pytest.skip("has no layer that could be divided or factored")
+    usual, _, num_strided = on_threads(trained, 2, spec, net)[0]
+    assert num_strided == 0
+    monkeypatch.setattr(memory_format, "FAST_ON", {"cpu"})
+    for straight, resumed, num_strided in on_threads(trained, 2, spec, net):
+        assert num_strided or (spec == "local_parallel" and net == "viewing")  # of which one block has no convolution
+        assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+        for name, value in usual.items():
+            torch.testing.assert_close(straight[name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_a_cpu_keeps_the_usual_order_and_files_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = seeded(0, convolutions)
+    assert not memory_format.use_channels_last(model)
+    before = weights(model)
+    monkeypatch.setattr(memory_format, "FAST_ON", {"cpu"})
+    assert memory_format.use_channels_last(model)
+    assert model[0].weight.stride() == (18, 1, 6, 2)
+    save_model(model, tmp_path / "model.safetensors")
+    saved = load_file(tmp_path / "model.safetensors")
+    assert all(saved[name].is_contiguous() and torch.equal(saved[name], value) for name, value in before.items())
+
+
+def test_a_process_goes_back_to_the_usual_order_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With DDP, whose first forward pass has failed then."""
+    with tw.join() as comm:
+        usual = weights_after(comm)
+        monkeypatch.setattr(memory_format, "FAST_ON", {"cpu"})
+        for name, value in weights_after(comm).items():
+            torch.testing.assert_close(value, usual[name], rtol=1e-3, atol=1e-4)
+
+
+def weights_after(comm: Comm) -> dict[str, Tensor]:
+    one = trainer(comm, "data_parallel", NETS["viewing"], fused)
+    steps(one, DATA)
+    return weights(one.consolidate())
