@@ -9,15 +9,17 @@ from torch import Tensor
 
 
 class Codec(NamedTuple):
-    """A pair of functions on matrices of float32. Each row becomes a row of bytes of its own, to be sent apart.
+    """Functions on vectors of float32, which are cut into rows of equal width, a multiple of 8, filled up with zeros.
 
-    `encode(x, key)` rounds at random with numbers that depend on the key, and E[decode(encode(x))] = x; without a key
-    it rounds to the nearest. A block with a value that is not finite is decoded as NaN. A row's width is a multiple
-    of 8.
+    `encode` makes a row of bytes of each row, to be sent apart. It rounds at random with numbers that depend on the
+    key, and E[decode(encode(x))] = x; without a key it rounds to the nearest. `error`, if given, becomes x − decode(…).
+    `decode` gives the vector back, `decode_mean` the mean of such rows as one row, added up in their order. A block
+    with a value that is not finite is decoded as NaN.
     """
 
-    encode: Callable[[Tensor, int | None], Tensor]
-    decode: Callable[[Tensor, int], Tensor]  # (bytes, width of a row)
+    encode: Callable[[Tensor, int, int, int | None, Tensor | None], Tensor]  # (x, number of rows, width, key, error)
+    decode: Callable[[Tensor, int, int], Tensor]  # (rows of bytes, width, number of elements)
+    decode_mean: Callable[[Tensor, int], Tensor]  # (rows of bytes, width)
 
 
 def even_blocks(width: int, block: int) -> int:

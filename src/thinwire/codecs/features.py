@@ -9,8 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from thinwire.codecs.words import SCALE_BYTES, words
+from thinwire.codecs.words import words
 from thinwire.common.tensors import from_bytes, to_bytes
+from thinwire.kernels import SCALE_BYTES
 
 Wire = Literal["exact", "bf16", "int8"]
 BLOCK = 256  # numbers that share a scale
@@ -29,8 +30,7 @@ def pack(z: Tensor, wire: Wire) -> Tensor:
     if wire == "bf16":
         return to_bytes(z.bfloat16())
     flat = z.detach().reshape(-1)
-    row = torch.nn.functional.pad(flat.float(), (0, -len(flat) % BLOCK))[None]
-    return words(8, BLOCK).encode(row, None)[0]
+    return words(8, BLOCK).encode(flat.float(), 1, len(flat) + -len(flat) % BLOCK, None, None)[0]
 
 
 def unpack(data: Tensor, shape: Sequence[int], dtype: torch.dtype, wire: Wire) -> Tensor:
@@ -40,7 +40,7 @@ def unpack(data: Tensor, shape: Sequence[int], dtype: torch.dtype, wire: Wire) -
     if wire == "bf16":
         return from_bytes(data, torch.bfloat16, shape).to(dtype)
     count = math.prod(shape)
-    return words(8, BLOCK).decode(data[None], count + -count % BLOCK)[0, :count].to(dtype).reshape(*shape)
+    return words(8, BLOCK).decode(data[None], count + -count % BLOCK, count).to(dtype).reshape(*shape)
 
 
 def packed_bytes(shape: Sequence[int], dtype: torch.dtype, wire: Wire) -> int:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.codecs.base import Codec
-from thinwire.codecs.words import SCALE_BYTES, scales_from_bytes, scales_to_bytes
+from thinwire.kernels import SCALE_BYTES
 
 STEP_BITS = 2  # each scale is 2^−STEP_BITS of the one before; a power of two, so that changing scale is exact
 
@@ -21,21 +21,30 @@ def multiscale(bits: int, scales: int, block: int) -> Codec:
     levels = 2 ** (bits - 1) - 1
     index = index_bits(scales)
 
-    def encode(x: Tensor, key: int | None) -> Tensor:
-        flat = x.reshape(-1)
+    def encode(x: Tensor, num_rows: int, width: int, key: int | None, error: Tensor | None) -> Tensor:
+        flat = torch.nn.functional.pad(x, (0, num_rows * width - len(x)))
         tops = kernels.abs_max(flat, block)
         finest = finest_scale(flat, tops, scales, block)
         codes = kernels.quantise(magnify(flat, finest), tops, levels, block, key)
-        packed = kernels.pack(codes.view(x.shape), bits), kernels.pack(finest.view(x.shape), index)
-        return torch.cat([scales_to_bytes(tops, len(x)), *packed], 1)
+        packed = kernels.pack(codes.view(num_rows, -1), bits), kernels.pack(finest.view(num_rows, -1), index)
+        data = torch.cat([tops.view(torch.uint8).view(num_rows, -1), *packed], 1)
+        if error is not None:
+            torch.sub(x, decode(data, width, len(x)), out=error)
+        return data
 
-    def decode(data: Tensor, width: int) -> Tensor:
+    def decode(data: Tensor, width: int, count: int) -> Tensor:
         sizes = [SCALE_BYTES * (width // block), width * bits // 8, width * index // 8]
         tops, codes, finest = data.split(sizes, 1)
-        values = kernels.dequantise(kernels.unpack(codes, bits).reshape(-1), scales_from_bytes(tops), levels, block)
-        return magnify(values, -kernels.unpack(finest, index, signed=False).reshape(-1)).view(-1, width)
+        values = kernels.dequantise(kernels.unpack(codes, bits).reshape(-1), _scales(tops), levels, block)
+        return magnify(values, -kernels.unpack(finest, index, signed=False).reshape(-1))[:count]
 
-    return Codec(encode, decode)
+    def decode_mean(data: Tensor, width: int) -> Tensor:
+        total = decode(data[:1], width, width)
+        for i in range(1, len(data)):
+            total += decode(data[i : i + 1], width, width)
+        return total.div_(total.new_full((), len(data)))
+
+    return Codec(encode, decode, decode_mean)
 
 
 def index_bits(scales: int) -> int:
@@ -59,3 +68,9 @@ def finest_scale(x: Tensor, tops: Tensor, scales: int, block: int) -> Tensor:
 def magnify(x: Tensor, finest: Tensor) -> Tensor:
     """x·4^finest."""
     return torch.ldexp(x, finest.to(torch.int32) * STEP_BITS)
+
+
+def _scales(data: Tensor) -> Tensor:
+    """Scales from bytes; those that are not finite as NaN, so that everything they scale is."""
+    scales = data.clone(memory_format=torch.contiguous_format).view(-1).view(torch.float32)  # aligned
+    return torch.where(scales < torch.inf, scales, torch.nan)

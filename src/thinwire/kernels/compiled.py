@@ -1,4 +1,4 @@
-"""The functions of `eager` through torch.compile: one pass over memory each.
+"""`formulas` through torch.compile: one pass over memory each.
 
 They need a C++ compiler, and some seconds when they are first called.
 """
@@ -7,52 +7,31 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch._dynamo import config as dynamo_config
+from torch.fx.experimental import _config as fx_config
 
-from thinwire.kernels.hashing import DITHER, MULTIPLIER, position_hashes
+from thinwire.kernels import formulas
+from thinwire.kernels.passes import Passes
 
 
 def _compiled(function: Callable[..., None]) -> Callable[..., None]:
-    return functools.wraps(function)(torch.compile(function, dynamic=True, fullgraph=True))
+    compiled = torch.compile(function, dynamic=True, fullgraph=True)
+
+    @functools.wraps(function)
+    def call(*args: Any) -> None:
+        # Views begin anywhere: sizes that happen to be equal must not be taken for the same. And there are as many
+        # variants as bits, with and without random numbers, errors and ranks.
+        with fx_config.patch(use_duck_shape=False), dynamo_config.patch(recompile_limit=100):  # type: ignore[attr-defined]
+            compiled(*args)
+
+    return call
 
 
-@_compiled
-def abs_max(x: Tensor, out: Tensor) -> None:
-    """See eager."""
-    out.copy_(x.abs().amax(1))
-
-
-def quantise_randomly(x: Tensor, inverse: Tensor, hashes: Tensor, levels: int, out: Tensor) -> None:
-    """See eager."""
-    _quantise_randomly(x, inverse, hashes, position_hashes(x.shape[1], x.device), float(levels), out)
-
-
-@_compiled
-def _quantise_randomly(x: Tensor, inverse: Tensor, hashes: Tensor, positions: Tensor, levels: Any, out: Tensor) -> None:
-    dither = ((positions ^ hashes[:, None]) * MULTIPLIER) * DITHER
-    out.copy_((dither + x * inverse[:, None]).round().clamp(-levels, levels))
-
-
-def quantise_nearest(x: Tensor, inverse: Tensor, levels: int, out: Tensor) -> None:
-    """See eager."""
-    _quantise_nearest(x, inverse, float(levels), out)
-
-
-@_compiled
-def _quantise_nearest(x: Tensor, inverse: Tensor, levels: Any, out: Tensor) -> None:
-    out.copy_((x * inverse[:, None]).round().clamp(-levels, levels))
-
-
-@_compiled
-def dequantise(codes: Tensor, step: Tensor, out: Tensor) -> None:
-    """See eager."""
-    out.copy_(codes * step[:, None])
-
-
-@_compiled
-def quantisation_error(x: Tensor, codes: Tensor, step: Tensor, out: Tensor) -> None:
-    """See eager."""
-    out.copy_(x - codes * step[:, None])
+NAMES = ("abs_max", "quantise", "dequantise", "encode", "decode_mean")
+_passes = Passes(SimpleNamespace(**{name: _compiled(getattr(formulas, name)) for name in NAMES}), 0)
+abs_max, quantise, dequantise = _passes.abs_max, _passes.quantise, _passes.dequantise
+encode, decode_mean = _passes.encode, _passes.decode_mean

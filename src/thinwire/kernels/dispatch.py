@@ -1,55 +1,76 @@
-"""Which version of the kernels runs: THINWIRE_KERNELS=eager (the default) or compiled.
+"""Which version of the kernels runs: THINWIRE_KERNELS=eager, compiled or triton.
 
-`eager` is the reference and works everywhere. `compiled` is two to three times as fast on a CPU. A version is a module
-with the functions of `eager`, with the same arguments and, to the bit, the same results. To add one, in Triton say,
-write the module and add it to VERSIONS.
+`eager` is the reference and works everywhere; it is the default on a CPU. `compiled` is two to three times as fast
+there. `triton` is for CUDA tensors, and the default for them. A version is a module with the functions of `eager`, with
+the same arguments and, to the bit, the same results. To add one, write the module and add it to VERSIONS.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import os
 from types import ModuleType
+from typing import Any
 
-from torch import Tensor
+import torch
 
 from thinwire.common.messages import say
 from thinwire.errors import UsageError
 from thinwire.kernels import eager
 
-VERSIONS = {"eager": "thinwire.kernels.eager", "compiled": "thinwire.kernels.compiled"}
+VERSIONS = {
+    "eager": "thinwire.kernels.eager",
+    "compiled": "thinwire.kernels.compiled",
+    "triton": "thinwire.kernels.triton",
+}
 _broken_devices: list[str] = []  # on which the chosen version has failed
 
 
 def check_choice() -> None:
     """Raise UsageError for an unknown THINWIRE_KERNELS, before any work."""
-    _chosen_version("cpu")
+    _chosen("cpu")
 
 
-def call_kernel(name: str, x: Tensor, *args: Tensor | int, out: Tensor) -> None:
-    """Call one kernel on a matrix with a scale block per row. A single row is not worth more than the eager version."""
-    version = _chosen_version(x.device.type) if x.shape[0] > 1 else eager
+def call_kernel(name: str, device: torch.device, *args: Any) -> None:
+    """Call one kernel, of the version that is chosen for the device; of the eager one if the other fails."""
+    version = _chosen_version(device.type)
     if version is not eager:
         try:
-            getattr(version, name)(x, *args, out)
+            getattr(version, name)(*args)
             return
         except Exception as error:  # whatever a compiler may fail with
-            _chosen_version.cache_clear()
-            _broken_devices.append(x.device.type)
-            say(
-                f"kernels cannot be compiled here ({str(error).splitlines()[0]}); going on with the eager ones",
-                once=True,
-            )
-    getattr(eager, name)(x, *args, out)
+            _give_up(device.type, error)
+    getattr(eager, name)(*args)
 
 
 @functools.cache
 def _chosen_version(device: str) -> ModuleType:
-    choice = os.environ.get("THINWIRE_KERNELS", "eager")
-    if choice not in VERSIONS:
-        raise UsageError(f"THINWIRE_KERNELS={choice}; possible: {', '.join(VERSIONS)}")
+    choice = _chosen(device)
     if choice == "eager" or device in _broken_devices:
         return eager
-    say("compiling kernels: the first steps take some seconds, up to half a minute", once=True)
-    return importlib.import_module(VERSIONS[choice])
+    if choice == "compiled":
+        say("compiling kernels: the first steps take some seconds, up to half a minute", once=True)
+    try:
+        return importlib.import_module(VERSIONS[choice])
+    except ImportError as error:
+        _give_up(device, error)
+        return eager
+
+
+def _chosen(device: str) -> str:
+    choice = os.environ.get("THINWIRE_KERNELS")
+    if choice is None:
+        return "triton" if device == "cuda" and importlib.util.find_spec("triton") else "eager"
+    if choice not in VERSIONS:
+        raise UsageError(f"THINWIRE_KERNELS={choice}; possible: {', '.join(VERSIONS)}")
+    interprets = os.environ.get("TRITON_INTERPRET") == "1"
+    return "eager" if choice == "triton" and device == "cpu" and not interprets else choice
+
+
+def _give_up(device: str, error: Exception) -> None:
+    _chosen_version.cache_clear()
+    _broken_devices.append(device)
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    say(f"kernels cannot be compiled here ({reason}); going on with the eager ones", once=True)

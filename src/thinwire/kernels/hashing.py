@@ -30,7 +30,7 @@ def position_hashes(count: int, device: torch.device) -> Tensor:
 
 def block_hashes(count: int, key: int, device: torch.device) -> Tensor:
     """One hash for each block; other keys (of 32 bits) give other hashes."""
-    return hash_(hash_(torch.arange(1, count + 1, dtype=torch.int32, device=device)).bitwise_xor_(_signed(key)))
+    return hash_(hash_(torch.arange(1, count + 1, dtype=torch.int32, device=device)).bitwise_xor_(signed(key)))
 
 
 def uniform(count: int, key: int, device: torch.device) -> Tensor:
@@ -42,5 +42,6 @@ def uniform(count: int, key: int, device: torch.device) -> Tensor:
     return block_hashes(count, key, device).double().mul_(2.0**-32).add_(0.5)
 
 
-def _signed(key: int) -> int:
+def signed(key: int) -> int:
+    """The 32 bits of a key as a signed number."""
     return (key & 0xFFFFFFFF) - (key & 0x80000000) * 2

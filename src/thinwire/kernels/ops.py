@@ -1,20 +1,19 @@
-"""Quantise and dequantise vectors, block by block: a vector's whole blocks as a matrix, and the last, short one.
+"""Quantise and dequantise vectors, block by block; and vectors as words: packed codes with their scales.
 
-The work on the matrices is done by one of the versions: see dispatch.py.
+The work is done by one of the versions: see dispatch.py. Results are new tensors; those that only error feedback needs
+are written where the caller says.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from thinwire.common.dtypes import as_reals
 from thinwire.kernels.dispatch import call_kernel
-from thinwire.kernels.hashing import block_hashes
-
-MIN_SCALE = 127 * 2.0**-126  # a 127th of it, the finest step there is, is the smallest number of full precision
+from thinwire.kernels.passes import Layout
 
 
 def abs_max(x: Tensor, block: int) -> Tensor:
@@ -24,41 +23,23 @@ def abs_max(x: Tensor, block: int) -> Tensor:
     tensor([3., 2.])
     """
     out = torch.empty(num_blocks(x.numel(), block), device=x.device)
-    for rows, values in _as_matrices(block, x):
-        call_kernel("abs_max", values, out=out[rows])
-    return clamp_scales(torch.where(out < torch.inf, out, torch.inf))
+    call_kernel("abs_max", x.device, x, block, out)
+    return out
 
 
-def clamp_scales(scales: Tensor) -> Tensor:
-    """Scales that can be divided by: those above zero are at least MIN_SCALE, 1.5·10⁻³⁶.
-
-    Smaller ones have no reciprocal in float32. Values below that, denormal numbers included, are rounded to steps of
-    2⁻¹²⁶ or more: at random, so right on average, or to the nearest, and error feedback keeps the rest.
-
-    >>> clamp_scales(torch.tensor([2.0, 1e-40, 0.0]))
-    tensor([2.0000e+00, 1.4929e-36, 0.0000e+00])
-    """
-    return torch.where(scales > 0, scales.clamp(min=MIN_SCALE), scales)
-
-
-def quantise(x: Tensor, scales: Tensor, levels: int, block: int, key: int | None) -> Tensor:
+def quantise(
+    x: Tensor, scales: Tensor, levels: int, block: int, key: int | None, error: Tensor | None = None
+) -> Tensor:
     """q = x·levels/scale rounded at random to a neighbouring whole number, E[q] = x·levels/scale; int8.
 
     The random numbers are a hash of key and position; without a key, the nearest whole number is taken. Values beyond
-    the scale become ±levels.
+    the scale become ±levels. `error`, if given, becomes x − dequantise(q), in the same pass.
 
     >>> quantise(torch.tensor([1.0, -3.0, 0.0]), torch.tensor([3.0]), levels=3, block=4, key=0)
     tensor([ 1, -3,  0], dtype=torch.int8)
     """
     out = torch.empty(x.shape, dtype=torch.int8, device=x.device)
-    inverse = levels / scales
-    inverse = torch.where(inverse < torch.inf, inverse, 0.0)  # zeros stay zeros; also where the scale is NaN
-    hashes = None if key is None else block_hashes(num_blocks(x.numel(), block), key, x.device)
-    for rows, values, codes in _as_matrices(block, x, out):
-        if hashes is None:
-            call_kernel("quantise_nearest", values, inverse[rows], levels, out=codes)
-        else:
-            call_kernel("quantise_randomly", values, inverse[rows], hashes[rows], levels, out=codes)
+    call_kernel("quantise", x.device, x, scales, levels, block, key, out, error)
     return out
 
 
@@ -71,9 +52,7 @@ def dequantise(codes: Tensor, scales: Tensor, levels: int, block: int) -> Tensor
     tensor([ 1., -3.,  0.])
     """
     out = torch.empty(codes.shape, device=codes.device)
-    step = scales / levels
-    for rows, numbers, values in _as_matrices(block, codes, out):
-        call_kernel("dequantise", numbers, step[rows], out=values)
+    call_kernel("dequantise", codes.device, codes, scales, levels, block, None, out)
     return out
 
 
@@ -85,9 +64,38 @@ def quantisation_error(x: Tensor, codes: Tensor, scales: Tensor, levels: int, bl
     tensor([0.5000])
     """
     out = torch.empty(x.shape, device=x.device)
-    step = scales / levels
-    for rows, values, numbers, errors in _as_matrices(block, x, codes, out):
-        call_kernel("quantisation_error", values, numbers, step[rows], out=errors)
+    call_kernel("dequantise", x.device, codes, scales, levels, block, x, out)
+    return out
+
+
+def encode(x: Tensor, num_rows: int, layout: Layout, key: int | None, error: Tensor | None = None) -> Tensor:
+    """A vector as rows of words: scales, then packed codes, as `quantise` makes them of each block's own largest value.
+
+    The vector is filled up with zeros. `error`, if given, becomes what the words lose, in the same pass; NaN in blocks
+    with a value that is not finite.
+
+    >>> encode(torch.tensor([7.0, -1.0]), 1, Layout(width=8, bits=4, block=8), key=None).tolist()
+    [[0, 0, 224, 64, 7, 15, 0, 0]]
+    """
+    out = torch.empty(num_rows, layout.row_bytes, dtype=torch.uint8, device=x.device)
+    call_kernel("encode", x.device, x, layout, key, out, error)
+    return out
+
+
+def decode(words: Tensor, layout: Layout, count: int) -> Tensor:
+    """The first elements of a vector that rows of words stand for.
+
+    >>> layout = Layout(width=8, bits=4, block=8)
+    >>> decode(encode(torch.tensor([7.0, -1.0]), 1, layout, key=None), layout, count=2)
+    tensor([ 7., -1.])
+    """
+    return decode_mean(words[None], layout, count)
+
+
+def decode_mean(words: Tensor, layout: Layout, count: int) -> Tensor:
+    """As `decode`, the mean over the first axis of [rank, row, byte], added up in the order of ranks."""
+    out = torch.empty(count, device=words.device)
+    call_kernel("decode_mean", words.device, words.contiguous(), layout, out)
     return out
 
 
@@ -103,17 +111,18 @@ def all_finite(x: Tensor) -> Tensor:
     return low.isfinite() & high.isfinite()
 
 
+def all_finite_in(tensors: Sequence[Tensor]) -> Tensor:
+    """Whether no value of any tensor is NaN or infinite, as a tensor; on a GPU in a few launches for all of them.
+
+    >>> all_finite_in([torch.ones(2), torch.tensor([torch.inf])]).item()
+    False
+    """
+    if tensors[0].is_cuda:
+        sizes = torch._foreach_norm([as_reals(t) for t in tensors if t.numel()], torch.inf)
+        return torch.stack([size.float() for size in sizes]).isfinite().all() if sizes else all_finite(tensors[0])
+    return torch.stack([all_finite(t) for t in tensors]).all()
+
+
 def num_blocks(count: int, block: int) -> int:
     """Blocks that so many elements fill, the last one perhaps in part."""
     return -(-count // block)
-
-
-def _as_matrices(block: int, *vectors: Tensor) -> list[tuple[Any, ...]]:
-    """The whole blocks of vectors as matrices, and the rest as matrices of one row; first, which blocks they are."""
-    whole = vectors[0].numel() // block
-    parts: list[tuple[Any, ...]] = []
-    if whole:
-        parts.append((slice(0, whole), *(v[: whole * block].view(whole, block) for v in vectors)))
-    if vectors[0].numel() % block:
-        parts.append((slice(whole, None), *(v[whole * block :].view(1, -1) for v in vectors)))
-    return parts

@@ -99,10 +99,15 @@ def _summed_mean(x: Tensor, block: int, randomness: Randomness, kept: ReducerSta
     """M from all ranks in a round of its own, then one sum of codes."""
     levels = sum_levels(comm.size)
     scales = shared_scales(x, block, comm)
-    codes = kernels.quantise(x, scales, levels, block, randomness.rounding_key(comm.rank))
+    lost = randomness.new_error(x)
+    codes = kernels.quantise(x, scales, levels, block, randomness.rounding_key(comm.rank), lost)
     mean = kernels.dequantise(comm.sum(codes), scales, levels * comm.size, block)
     state = {**kept, "scales": scales.nan_to_num(0.0)} if kept else {}
-    return Averaged(mean, lambda: kernels.quantisation_error(x, codes, scales, levels, block), state)
+
+    def error() -> Tensor:
+        return kernels.quantisation_error(x, codes, scales, levels, block) if lost is None else lost
+
+    return Averaged(mean, error, state)
 
 
 def _no_prediction(x: Tensor, block: int) -> ReducerState:

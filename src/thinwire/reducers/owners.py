@@ -29,18 +29,24 @@ def coded_mean(
     block = even_blocks(width, block)
     codec = make_codec(block)
     width = -(-width // block) * block
-    given = pad(x, (0, comm.size * width - x.numel())).view(comm.size, width)
-    words = codec.encode(given, randomness.rounding_key(comm.rank, 1))
-    mine = codec.decode(torch.stack(comm.all_to_all(words.unbind())), width).sum(0, keepdim=True).div_(comm.size)
-    word = codec.encode(mine, randomness.rounding_key(comm.rank, 2))
-    means = codec.decode(torch.stack(comm.all_gather(word[0])), width)
+    lost = randomness.new_error(x)
+    words = codec.encode(x, comm.size, width, randomness.rounding_key(comm.rank, 1), lost)
+    mine = codec.decode_mean(torch.stack(comm.all_to_all(words.unbind())), width)
+    lost_here = randomness.new_error(mine)
+    word = codec.encode(mine, 1, width, randomness.rounding_key(comm.rank, 2), lost_here)
+    mean = codec.decode(torch.stack(comm.all_gather(word[0])), width, x.numel())
 
-    def error() -> Tensor:
-        lost = given - codec.decode(words, width)
-        lost[comm.rank] += comm.size * (mine[0] - means[comm.rank])
-        return lost.view(-1)[: x.numel()]
+    def with_own_part(error: Tensor, here: Tensor) -> Tensor:
+        own_part = error[comm.rank * width : (comm.rank + 1) * width]
+        own_part += comm.size * here[: len(own_part)]
+        return error
 
-    return Averaged(means.view(-1)[: x.numel()], error)
+    if lost is not None and lost_here is not None:
+        with_own_part(lost, lost_here)
+        return Averaged(mean, lambda: lost)
+    return Averaged(
+        mean, lambda: with_own_part(x - codec.decode(words, width, x.numel()), mine - codec.decode(word, width, width))
+    )
 
 
 def combine_codes(

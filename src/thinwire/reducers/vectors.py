@@ -38,6 +38,10 @@ class Randomness(NamedTuple):
         """The key for rounding at random, or None for rounding to the nearest."""
         return self.key(*who) if self.unbiased else None
 
+    def new_error(self, x: Tensor) -> Tensor | None:
+        """Memory for the error of x under error feedback, which needs it in any case; else None."""
+        return None if self.unbiased else torch.empty_like(x)
+
 
 Average = Callable[[Tensor, Randomness, ReducerState, Comm], Averaged]
 
@@ -64,12 +68,19 @@ def _on_vectors(average: Average, init: Callable[[Tensor], ReducerState], unbias
         randomness = Randomness(derive_seed(zlib.crc32("\n".join(tensors).encode()), step), unbiased)
         out = average(x, randomness, state, comm)
         return Reduced(
-            {name: t.to(tensors[name].dtype) for name, t in _named(out.mean, tensors).items()},
+            _in_their_types(out.mean, tensors),
             lambda: {name: t.float() for name, t in _named(out.error(), tensors).items()},
             {"step": torch.tensor(step + 1), **(out.state or {})},
         )
 
     return Reducer(init_all, reduce)
+
+
+def _in_their_types(mean: Tensor, like: Named) -> Named:
+    dtypes = {t.dtype for t in like.values()}
+    if len(dtypes) == 1:
+        return _named(mean.to(dtypes.pop()), like)
+    return {name: t.to(like[name].dtype) for name, t in _named(mean, like).items()}
 
 
 def _named(flat: Tensor, like: Named) -> Named:
