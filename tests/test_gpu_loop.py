@@ -93,7 +93,7 @@ def task(data: Path | None, seed: int, /) -> Task:
     """Images for a run."""
     return Task(
         images(), images(24), (3, 12, 12), 3, lambda: copy.deepcopy(NET), transform=augmented,
-        defaults={"epochs": 2, "batch_size": 8, "lr": 0.01},
+        defaults={"epochs": 1, "batch_size": 8, "lr": 0.01},
     )  # fmt: skip
 
 
@@ -103,15 +103,20 @@ def test_nothing_in_a_run_waits_between_checks(
     with tw.join(device=GPU) as comm:
         config = RunConfig(task="tests.test_gpu_loop:task", strategy="alone", autocast=True, out=tmp_path)
         run = worker.Run(config, comm, GPU)
-        step, end_epoch = run.strategy.step, run.strategy.end_epoch
+        step, end_epoch, read_losses = run.strategy.step, run.strategy.end_epoch, run._read_losses
 
         def checked_step(batch: Any) -> Tensor:
             no_waiting("error" if run.at.step > 2 else "default")
             return step(batch)
 
+        def read_and_wait(samples_per_second: float) -> None:
+            no_waiting("default")
+            read_losses(samples_per_second)
+
         monkeypatch.setattr(run.strategy, "step", checked_step)
         monkeypatch.setattr(run.strategy, "end_epoch", lambda: (no_waiting("default"), end_epoch()))
-        assert run.run()["steps"] == 24
+        monkeypatch.setattr(run, "_read_losses", read_and_wait)
+        assert run.run()["steps"] == 12
 
 
 @pytest.mark.parametrize("dataset", [images(), Lines()], ids=["tensors", "lines"])

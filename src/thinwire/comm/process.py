@@ -131,6 +131,8 @@ class ProcessComm(Comm):
         given = tensor.detach()
         if given.device.type == self.wire_device.type:
             return given
+        if not given.is_cuda:
+            return given.to(self.wire_device)
         staged = torch.empty(given.shape, dtype=given.dtype, pin_memory=True).copy_(given, non_blocking=True)
         torch.cuda.current_stream(given.device).synchronize()  # one wait, for the GPU's computation and for the copy
         return staged
