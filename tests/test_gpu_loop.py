@@ -13,7 +13,9 @@ from torch import Generator, Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import thinwire as tw
+from tests.test_gpu import on_cpu
 from tests.training import batches, same, seeded, steps, weights
+from tests.worlds import on_threads
 from thinwire import data, registry
 from thinwire.config import RunConfig
 from thinwire.run import worker
@@ -60,9 +62,12 @@ def no_waiting() -> Iterator[Any]:
     torch.cuda.set_sync_debug_mode("default")
 
 
-def prepared(comm: tw.Comm, spec: str, optimizer: str = "sgd", device: Any = GPU, **options: Any) -> Any:
+def prepared(
+    comm: tw.Comm, spec: str, optimizer: str = "sgd", device: Any = GPU, dropout: float = 0.1, **options: Any
+) -> Any:
     make = registry.build("optimizers", OPTIMIZERS[optimizer], 0.01)
     model = copy.deepcopy(NET).to(device)
+    model[3].p = dropout
     loss = nn.functional.cross_entropy
     return tw.prepare(spec, model=model, optimizer=make, loss=loss, comm=comm, clip_norm=1.0, **options)
 
@@ -101,7 +106,7 @@ def test_nothing_in_a_run_waits_between_checks(
     tmp_path: Path, no_waiting: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with tw.join(device=GPU) as comm:
-        config = RunConfig(task="tests.test_gpu_loop:task", strategy="alone", autocast=True, out=tmp_path)
+        config = RunConfig(task="tests.test_gpu_loop:task", strategy="alone", autocast=True, epochs=1, out=tmp_path)
         run = worker.Run(config, comm, GPU)
         step, end_epoch, read_losses = run.strategy.step, run.strategy.end_epoch, run._read_losses
 
@@ -159,6 +164,26 @@ def test_states_go_on_exactly_and_on_another_device(
             assert all(torch.isfinite(torch.tensor(steps(second, given[4:]))))
 
 
+def resumed(comm: tw.Comm, spec: str, optimizer: str) -> bool:
+    """Whether a trainer that goes on from a saved state, which was on the CPU meanwhile, trains the same model."""
+    given = batches(14, 16, (3, 12, 12))
+    straight, other = (prepared(comm, spec, optimizer, dropout=0.0) for _ in range(2))
+    steps(straight, given[:7])
+    other.load_state_dict(on_cpu(straight.state_dict()))
+    for trainer in (straight, other):
+        steps(trainer, given[7:])
+    return same(weights(straight.consolidate()), weights(other.consolidate()))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("spec", ["ist(local_steps=3)", "ab(sync_every=3, warmup=2, cutoff=0.9, moments=rotate)"])
+def test_strategies_that_make_new_optimizers_go_on_exactly(
+    spec: str, optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    assert all(on_threads(resumed, 2, spec, optimizer))
+
+
 def test_a_gpu_trains_and_tests_as_a_cpu_does() -> None:
     given = task(None, 0)
     plain = copy.deepcopy(NET)
@@ -167,9 +192,7 @@ def test_a_gpu_trains_and_tests_as_a_cpu_does() -> None:
             evaluate(copy.deepcopy(plain).to(device), given, comm, device, batch_size=10)
             for device in (GPU, torch.device("cpu"))
         ]
-        trainers = [prepared(comm, "alone", device=device) for device in (GPU, "cpu")]
-        for trainer in trainers:
-            trainer.model[3].p = 0.0
+        trainers = [prepared(comm, "alone", device=device, dropout=0.0) for device in (GPU, "cpu")]
         losses = [steps(trainer, batches(6, 8, (3, 12, 12))) for trainer in trainers]
     assert results[0] == pytest.approx(results[1], rel=1e-3)
     assert losses[0] == pytest.approx(losses[1], rel=2e-2)
@@ -177,8 +200,6 @@ def test_a_gpu_trains_and_tests_as_a_cpu_does() -> None:
 
 def test_a_compiled_model_trains_on_a_gpu() -> None:
     with tw.join(device=GPU) as comm:
-        trainers = [prepared(comm, "data_parallel", compile=compile) for compile in (False, True)]
-        for trainer in trainers:
-            trainer.model[3].p = 0.0
+        trainers = [prepared(comm, "data_parallel", dropout=0.0, compile=compile) for compile in (False, True)]
         first, second = (steps(trainer, batches(6, 8, (3, 12, 12))) for trainer in trainers)
     assert first == pytest.approx(second, rel=2e-2)

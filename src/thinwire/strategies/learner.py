@@ -94,7 +94,7 @@ class Learner:
         for name, state in (states or {}).items():
             if state and name in trainable:
                 self.optimizer.state[trainable[name]] = state
-        self._match_orders()
+        self._adapt_state()
 
     def _refuse_lost_lr(self) -> None:
         """Raise UsageError if the learning rate was changed in an optimizer that is now to be replaced."""
@@ -217,14 +217,20 @@ class Learner:
         for there, here in zip(saved["param_groups"], self.optimizer.param_groups, strict=False):
             there |= {key: here[key] for key in IMPLEMENTATION if key in here}  # a run may go on on another device
         self.optimizer.load_state_dict(saved)
-        self._match_orders()
+        self._adapt_state()
         self.num_steps = state["num_steps"]
 
-    def _match_orders(self) -> None:
-        """Bring the optimizer's moments into the order of their parameters: files have them in the usual order."""
-        for p, moments in self.optimizer.state.items():
-            for name, value in moments.items():
-                moments[name] = in_order_of(p, value)
+    def _adapt_state(self) -> None:
+        """Bring moments into the order of their parameters, and counters of a fused optimizer to their device.
+
+        Files have moments in the usual order, and some strategies keep counters on the CPU.
+        """
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                state = self.optimizer.state.get(p, {})
+                for name, value in state.items():
+                    is_counter = isinstance(value, Tensor) and value.dim() == 0 and group.get("fused")
+                    state[name] = value.to(p.device) if is_counter else in_order_of(p, value)
 
     def micro_batches(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Split a batch into `accumulate` micro-batches of at least two samples: BatchNorm needs two."""
