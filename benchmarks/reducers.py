@@ -49,7 +49,7 @@ REDUCERS = [
     "error_feedback(global_randk(ratio=0.01))",
 ]
 VECTOR_MIB, BLOCK, KERNEL_ROUNDS = 25, 512, 15
-LEVELS, LEVELS_OF_4_BITS = sum_levels(4), 7
+LEVELS = sum_levels(4)
 GOALS = {"quantise + dequantise": "goal: eager ≤ 15, compiled ≤ 3"}
 WARMUP_STEPS = 3  # DDP groups its buckets anew after the first; torch's PowerSGD compresses from the third on
 ROUND_SECONDS = 1.5  # of one kind of step: where one step is slow, a round has fewer
@@ -112,9 +112,8 @@ def in_8_bits(x: Tensor, feedback: bool = False) -> None:
 
 
 def in_4_bits(x: Tensor) -> None:
-    scales = kernels.abs_max(x, BLOCK)
-    packed = kernels.pack(kernels.quantise(x, scales, LEVELS_OF_4_BITS, BLOCK, key=1), bits=4)
-    kernels.dequantise(kernels.unpack(packed, bits=4), scales, LEVELS_OF_4_BITS, BLOCK)
+    layout = kernels.Layout(x.numel(), bits=4, block=BLOCK)
+    kernels.decode(kernels.encode(x, 1, layout, key=1), layout, x.numel())
 
 
 def seconds(run: Step) -> float:
@@ -224,7 +223,7 @@ def report(options: argparse.Namespace) -> None:
 def report_kernels(env: dict[str, str]) -> None:
     command = [sys.executable, __file__, "--role", "kernels"]
     found = {}
-    for kind in kernels.VERSIONS:  # each in a process of its own, because the choice is for the life of one
+    for kind in ("eager", "compiled"):  # each in a process of its own, because the choice is for the life of one
         ended = subprocess.run(
             command, env={**env, "THINWIRE_KERNELS": kind}, stdout=subprocess.PIPE, text=True, check=True
         )

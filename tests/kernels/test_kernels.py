@@ -12,6 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kernels import versions
+from tests.programs import ROOT
 from thinwire import kernels
 from thinwire.common import messages
 from thinwire.common.dtypes import AVERAGED
@@ -186,15 +188,15 @@ def test_without_a_compiler_the_eager_ones_are_used_and_it_is_said_once(
         raise RuntimeError("no C++ compiler\nand a long story")
 
     fresh_choice.setenv("THINWIRE_KERNELS", "compiled")
-    for name in ("abs_max", "quantise_randomly", "dequantise"):
+    for name in ("abs_max", "quantise", "dequantise"):
         fresh_choice.setattr(compiled, name, fails)
     x = vector(2048)
     for _ in range(2):
         scales = kernels.abs_max(x, 512)
         codes = kernels.quantise(x, scales, 31, 512, key=1)
-    expected = torch.empty(4, 512, dtype=torch.int8)
-    eager.quantise_randomly(x.view(4, 512), 31 / scales, hashing.block_hashes(4, 1, CPU), 31, expected)
-    assert torch.equal(codes, expected.view(-1))
+    expected = torch.empty(2048, dtype=torch.int8)
+    eager.quantise(x, scales, 31, 512, 1, expected, None)
+    assert torch.equal(codes, expected)
     said = capsys.readouterr().err
     assert said.count("kernels cannot be compiled here (no C++ compiler)") == 1
     assert "long story" not in said
@@ -202,35 +204,47 @@ def test_without_a_compiler_the_eager_ones_are_used_and_it_is_said_once(
 
 def test_an_unknown_choice_is_explained(fresh_choice: pytest.MonkeyPatch) -> None:
     fresh_choice.setenv("THINWIRE_KERNELS", "cuda")
-    with pytest.raises(UsageError, match="THINWIRE_KERNELS=cuda; possible: eager, compiled"):
+    with pytest.raises(UsageError, match="THINWIRE_KERNELS=cuda; possible: eager, compiled, triton"):
         kernels.abs_max(vector(2048), 512)
 
 
-COMPARE = """
-import torch
-from thinwire import kernels
-from thinwire.kernels import compiled, eager, hashing
-x = torch.randn(4000, 512, generator=torch.Generator().manual_seed(0))
-x[:8] *= torch.logspace(-45, -31, 8)[:, None]  # denormal numbers too
-top, keys = kernels.abs_max(x.view(-1), 512), hashing.block_hashes(4000, 7, x.device)
-def both(name, dtype, shape, *args):
-    outs = [torch.empty(shape, dtype=dtype) for _ in range(2)]
-    getattr(eager, name)(*args, outs[0])
-    getattr(compiled, name)(*args, outs[1])
-    return outs
-assert torch.equal(*both("abs_max", torch.float32, 4000, x))
-assert x[0].any() and x[:3].abs().max() < 2**-126
-one, other = both("quantise_randomly", torch.int8, x.shape, x, 31 / top, keys, 31)
-assert torch.equal(one, other)
-assert torch.equal(*both("quantise_nearest", torch.int8, x.shape, x, 31 / top, 31))
-assert torch.equal(*both("dequantise", torch.float32, x.shape, one, top / 31))
-assert torch.equal(*both("quantisation_error", torch.float32, x.shape, x, one, top / 31))
-"""
+@pytest.mark.parametrize(
+    ("choice", "interpret", "on_cpu", "on_gpu"),
+    [
+        (None, None, "eager", "triton"),
+        ("eager", None, "eager", "eager"),
+        ("compiled", None, "compiled", "compiled"),
+        ("triton", None, "eager", "triton"),
+        ("triton", "1", "triton", "triton"),
+    ],
+)
+def test_each_device_has_its_version(
+    fresh_choice: pytest.MonkeyPatch, choice: str | None, interpret: str | None, on_cpu: str, on_gpu: str
+) -> None:
+    for name, value in (("THINWIRE_KERNELS", choice), ("TRITON_INTERPRET", interpret)):
+        if value is None:
+            fresh_choice.delenv(name, raising=False)
+        else:
+            fresh_choice.setenv(name, value)
+    assert dispatch.choice_for("cpu") == on_cpu
+    assert dispatch.choice_for("cuda") == on_gpu
+    fresh_choice.setattr(dispatch.importlib.util, "find_spec", lambda name: None)
+    assert dispatch.choice_for("cuda") == ("eager" if choice is None else on_gpu), "without Triton"
 
 
 @pytest.mark.timeout(180)
-def test_compiled_kernels_do_what_eager_ones_do() -> None:
-    """In a process of its own: compiling starts others that stay."""
-    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", COMPARE], env=environment, capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("version", ["compiled", "triton"])
+def test_every_version_does_what_the_eager_one_does(version: str) -> None:
+    """In a process of its own: compiling starts others that stay, and Triton's interpreter is chosen for a process."""
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.versions", version, "cpu"]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
+@pytest.mark.timeout(600)
+def test_triton_on_a_gpu_does_what_the_eager_version_does() -> None:
+    from thinwire.kernels import triton
+
+    versions.compare(triton, "cuda", versions.ALL)

@@ -9,12 +9,15 @@ from torch import Tensor
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Numbers of a few bits as bytes, along the last axis; its length must be a multiple of 8/bits.
 
+    Of int32 numbers the bytes are int32 too.
+
     >>> pack(torch.tensor([1, -1, 0, 2], dtype=torch.int8), bits=4).tolist()
     [1, 47]
     """
     if bits >= 8:
         return codes.contiguous().view(torch.uint8)
-    pieces = codes.view(torch.uint8).unflatten(-1, (8 // bits, -1)).unbind(-2)  # first half in the low bits, …
+    numbers = codes.view(torch.uint8) if codes.dtype == torch.int8 else codes
+    pieces = numbers.unflatten(-1, (8 // bits, -1)).unbind(-2)  # first half in the low bits, …
     packed: Tensor = pieces[0] & (2**bits - 1)
     for i, piece in enumerate(pieces[1:], 1):
         packed |= (piece & (2**bits - 1)) << (bits * i)

@@ -30,7 +30,7 @@ _broken_devices: list[str] = []  # on which the chosen version has failed
 
 def check_choice() -> None:
     """Raise UsageError for an unknown THINWIRE_KERNELS, before any work."""
-    _chosen("cpu")
+    choice_for("cpu")
 
 
 def call_kernel(name: str, device: torch.device, *args: Any) -> None:
@@ -47,7 +47,7 @@ def call_kernel(name: str, device: torch.device, *args: Any) -> None:
 
 @functools.cache
 def _chosen_version(device: str) -> ModuleType:
-    choice = _chosen(device)
+    choice = choice_for(device)
     if choice == "eager" or device in _broken_devices:
         return eager
     if choice == "compiled":
@@ -59,7 +59,8 @@ def _chosen_version(device: str) -> ModuleType:
         return eager
 
 
-def _chosen(device: str) -> str:
+def choice_for(device: str) -> str:
+    """The name of the version for a kind of device."""
     choice = os.environ.get("THINWIRE_KERNELS")
     if choice is None:
         return "triton" if device == "cuda" and importlib.util.find_spec("triton") else "eager"

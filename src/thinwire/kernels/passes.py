@@ -87,7 +87,8 @@ class Passes:
             values = _whole_blocks(x, blocks, layout.block)
             lost = None if error is None else _whole_blocks(error, blocks, layout.block)
             dither = None if hashes is None else (hashes[blocks], positions)
-            self.formulas.encode(values, dither, layout.bits, scales[blocks], packed[0], lost)
+            self.formulas.abs_max(values, scales[blocks])
+            self.formulas.encode(values, scales[blocks], dither, layout.bits, packed[0], lost)
             if error is not None and lost is not None:
                 _keep(lost, error, blocks, layout.block)
         words[:, : SCALE_BYTES * layout.num_blocks] = scales.view(torch.uint8).view(len(words), -1)

@@ -41,11 +41,15 @@ def _load_scales(words, mask, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def _aligned(num_bytes, ALIGNED: tl.constexpr):
+    """Says to the compiler that this is a multiple of four, if it is."""
+    return num_bytes // 4 * 4 if ALIGNED else num_bytes
+
+
+@triton.jit
 def _word_places(blocks, num_blocks, row_bytes, piece, ALIGNED: tl.constexpr):
     """Where the scales and the codes of blocks are."""
-    if ALIGNED:
-        row_bytes = row_bytes // 4 * 4  # says that it is a multiple of four
-    begin = (blocks // num_blocks).to(tl.int64) * row_bytes
+    begin = (blocks // num_blocks).to(tl.int64) * _aligned(row_bytes, ALIGNED)
     return begin + 4 * (blocks % num_blocks), begin + 4 * num_blocks + (blocks % num_blocks) * piece
 
 
@@ -151,7 +155,7 @@ def _decode_tile(
             t1 = _add_piece(t1, packed, steps, 1, BITS)
         if BITS == 2:
             t2, t3 = _add_piece(t2, packed, steps, 2, BITS), _add_piece(t3, packed, steps, 3, BITS)
-        words += rank_bytes
+        words += _aligned(rank_bytes, ALIGNED)
     p0 = rows[:, None] * (piece * (8 // BITS)) + cols[None, :]
     _store_mean(out + p0, t0, inside & (p0 < count), RANKS, FULL)
     if BITS <= 4:
