@@ -131,7 +131,9 @@ def _add_piece(total, packed, steps, PIECE: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _store_mean(out, total, mask, RANKS: tl.constexpr, FULL: tl.constexpr):
-    if RANKS > 1:
+    if RANKS & (RANKS - 1) == 0:
+        total = total * (1.0 / RANKS)  # of a power of two, the same to the bit
+    else:
         total = tl.div_rn(total, tl.full(total.shape, RANKS, tl.float32))
     _store(out, total, mask, FULL)
 
@@ -146,7 +148,7 @@ def _decode_tile(
     there = blocks < all_blocks
     t0 = tl.zeros((rows.shape[0], cols.shape[0]), tl.float32)
     t1, t2, t3 = t0, t0, t0
-    for _ in range(RANKS):
+    for _ in tl.range(0, RANKS, loop_unroll_factor=4):
         scales = _load_scales(words + scale_places, there, ALIGNED)
         packed = _load(words + code_places[:, None] + cols[None, :], inside & there[:, None], FULL).to(tl.int32)
         steps = _steps(_finite_or_nan(scales), 2.0 ** (BITS - 1) - 1.0)
