@@ -14,7 +14,7 @@ from thinwire.comm.collectives import coalesced
 from thinwire.common.messages import say
 from thinwire.data import Batch, Shard
 from thinwire.exchange.gradients import make_exchange
-from thinwire.exchange.parameters import ParameterAverager, keep_progress
+from thinwire.exchange.parameters import ParameterAverager, keep_progress, lanes_for
 from thinwire.reducers.base import Reducer
 from thinwire.reducers.half import bf16
 from thinwire.reducers.mean import mean
@@ -86,9 +86,12 @@ class DASO(Strategy):
         self.rail = 0  # the rail that exchanges next
         rails = [[node[i] for node in nodes] for i in range(self.num_rails)]
         in_no_rail = [[rank] for node in nodes for rank in node[self.num_rails :]]
-        between = self.comm.split([*rails, *in_no_rail], "between")
-        inside = self.comm.split(nodes, "node")  # not self.node: gradients are averaged there at the same time
-        weight = inside.size * len(nodes) / self.comm.size
+        lanes = range(lanes_for(self.model))
+        between = [self.comm.split([*rails, *in_no_rail], "between") for _ in lanes]
+        inside = [
+            self.comm.split(nodes, "node") for _ in lanes
+        ]  # not self.node, where gradients are averaged meanwhile
+        weight = self.node.size * len(nodes) / self.comm.size
         self.averaging = ParameterAverager(self.model, reducer, between, node=inside, weight=weight)
 
     def step(self, batch: Batch) -> Tensor:
@@ -101,7 +104,7 @@ class DASO(Strategy):
         if not is_cycling:
             self._sync()
         else:
-            if self.averaging.in_flight is not None and self.batches_in_flight == self.cycle.delay:
+            if self.averaging.in_flight and self.batches_in_flight == self.cycle.delay:
                 self._wait_and_merge()  # W batches after the start
             if self.batch % self.cycle.global_every == 0:
                 self._start_exchange()
@@ -111,7 +114,7 @@ class DASO(Strategy):
     def end_epoch(self) -> None:
         if not self.batch:
             return
-        if self.averaging.in_flight is not None:
+        if self.averaging.in_flight:
             self._wait_and_merge()
         if not self.is_in_sync:
             self._sync()
@@ -127,13 +130,13 @@ class DASO(Strategy):
     def _averages_gradients(self) -> bool:
         """Every l batches, and from the start of an exchange to its merge, so that a node sends and merges as one."""
         starts = self.batch % self.cycle.global_every == 0
-        return starts or self.averaging.in_flight is not None or self.batch % self.cycle.local_every == 0
+        return starts or bool(self.averaging.in_flight) or self.batch % self.cycle.local_every == 0
 
     # ---- between nodes
 
-    def _start_exchange(self, in_background: bool = True) -> None:
+    def _start_exchange(self, with_snapshot: bool = True) -> None:
         """One rail averages the nodes' parameters; the next exchange is the next rail's."""
-        self.averaging.start(leader=self.rail, average_node=self.node_ranks_differ, in_background=in_background)
+        self.averaging.start(leader=self.rail, average_node=self.node_ranks_differ, with_snapshot=with_snapshot)
         self.rail = (self.rail + 1) % self.num_rails
         self.batches_in_flight = 0
 
@@ -154,7 +157,7 @@ class DASO(Strategy):
     def _sync(self) -> None:
         """Exchange parameters and wait for the result: then all ranks are equal."""
         if self.num_nodes > 1:
-            self._start_exchange(in_background=False)
+            self._start_exchange(with_snapshot=False)
             self.averaging.merge()
         self.is_in_sync = True
 

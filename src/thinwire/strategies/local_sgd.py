@@ -12,7 +12,7 @@ from thinwire.common.messages import say
 from thinwire.data import Batch, Shard
 from thinwire.errors import RunError, UsageError
 from thinwire.exchange.gradients import NoExchange
-from thinwire.exchange.parameters import Outer, ParameterAverager
+from thinwire.exchange.parameters import Outer, ParameterAverager, lanes_for
 from thinwire.reducers.base import Reducer
 from thinwire.reducers.mean import mean
 from thinwire.strategies.base import Strategy
@@ -39,8 +39,9 @@ class Periodic(Strategy):
         replicate(model, comm)
         self.learner = Learner(model, recipe)
         self.no_exchange = NoExchange(model)
-        own_group = comm.split([range(comm.size)], comm.link)  # so that exchanges in flight disturb no other operation
-        self.averaging = ParameterAverager(model, reducer, own_group, fragments, outer)
+        # groups of their own, so that exchanges in flight disturb no other operation
+        lanes = [comm.split([range(comm.size)], comm.link) for _ in range(lanes_for(model))]
+        self.averaging = ParameterAverager(model, reducer, lanes, fragments, outer)
         starts = [(i + 1) * every // fragments % every for i in range(fragments)]
         self.fragment_at = {steps: fragment for fragment, steps in enumerate(starts)}  # steps modulo `every`
         self.num_steps = 0  # in this epoch
@@ -62,32 +63,37 @@ class Periodic(Strategy):
         self.has_local_steps = [True] * len(self.has_local_steps)
         self.num_steps += 1
         self.steps_in_flight += 1
-        if self.averaging.in_flight is not None and self.steps_in_flight == self.delay:
-            self.averaging.merge()  # waits, if the result has not arrived
+        is_due = bool(self.averaging.in_flight) and self.steps_in_flight == self.delay
         fragment = self.fragment_at.get(self.num_steps % self.every)
-        if fragment is not None:
-            self._start_exchange(fragment, in_background=self.delay > 0)
-            if not self.delay:
-                self.averaging.merge()
+        if is_due and self.averaging.in_flight[0].fragment == fragment:
+            self.averaging.merge()
+            is_due = False
+        if fragment is not None:  # sent before the wait for the last one, so that the wire is not idle between the two
+            self._start_exchange(fragment, with_snapshot=self.delay > 0)
+        if is_due or (fragment is not None and not self.delay):
+            self.averaging.merge()  # waits, if the result has not arrived
         return loss
 
     def end_epoch(self) -> None:
-        if self.averaging.in_flight is not None:
+        if self.averaging.in_flight:
             self.averaging.merge()
-        for fragment in [i for i, has_steps in enumerate(self.has_local_steps) if has_steps]:
-            self._start_exchange(fragment, in_background=False)
+        fragments = [i for i, has_steps in enumerate(self.has_local_steps) if has_steps]
+        for fragment in fragments:
+            self._start_exchange(fragment, with_snapshot=False)
+        for _ in fragments:
             self.averaging.merge()
         self.num_steps = 0
 
-    def _start_exchange(self, fragment: int, in_background: bool) -> None:
-        self.averaging.start(fragment, in_background=in_background)
+    def _start_exchange(self, fragment: int, with_snapshot: bool) -> None:
+        """With a snapshot if training continues before the merge."""
+        self.averaging.start(fragment, with_snapshot=with_snapshot)
         self.has_local_steps[fragment] = False
         self.steps_in_flight = 0
 
     @property
     def is_in_sync(self) -> bool:
         """Whether all ranks have the same parameters."""
-        return self.averaging.in_flight is None and not any(self.has_local_steps)
+        return not self.averaging.in_flight and not any(self.has_local_steps)
 
     def consolidate(self) -> nn.Module:
         """The mean of the parameters of all ranks. An exchange in flight is not merged before."""
