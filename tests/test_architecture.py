@@ -26,6 +26,7 @@ NO_TORCH_MODULES = {
 }
 NO_TORCH_MODULES |= {"run/records", "run/progress", "run/network", "run/tables"}
 MAY_USE_DISTRIBUTED = {
+    "comm/pairwise",
     "comm/process",
     "comm/process_groups",
     "comm/pipelining",

@@ -109,3 +109,13 @@ def test_the_readme_shows_what_was_measured() -> None:
     results = json.loads((ROOT / "docs" / "readme.json").read_text())
     assert readme["table"](results) in (ROOT / "README.md").read_text()
     assert readme["picture"](results) == (ROOT / "docs" / "readme.svg").read_text()
+
+
+def test_the_page_on_speed_shows_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To draw it again: python benchmarks/floor.py --render docs."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    for file in (ROOT / "docs").glob("speed*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    importlib.import_module("floor_render").render(tmp_path)
+    for file in tmp_path.iterdir():
+        assert file.read_text() == (ROOT / "docs" / file.name).read_text(), file.name

@@ -161,7 +161,9 @@ def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
     with suppress(EOFError), tw.join(timeout_seconds=60) as comm:
         while True:
             function, args = pickle.loads(pipe.recv_bytes())
-            comm.ledger = Ledger()
+            ledger = Ledger()
+            for lane in comm.lanes:
+                lane.ledger = ledger
             try:
                 reply = (True, function(comm, *args))
             except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.worlds import ProcessWorlds
 from thinwire.comm.base import Comm
 from thinwire.comm.collectives import all_gather_json
 from thinwire.comm.wire_bytes import all_gather_bytes, all_reduce_bytes, broadcast_sends
@@ -181,6 +183,66 @@ def test_movement_puts_everything_in_its_place(world: World, ranks: int) -> None
         assert out["equal"] == [[j, j] for j in range(ranks)]
         assert out["empty"] == [0] * ranks
         assert out["broadcast"] == [float(r) for r in range(ranks)]
+
+
+def large_moves(comm: Comm) -> bool:
+    """Tensors that gloo's own all_gather does not move, and parts that wait for each other in all_to_all."""
+    n, me = comm.size, comm.rank
+    for count in (2**16 - 1, 2**16, 2**16 + 1, 300_001):
+        gathered = comm.all_gather(torch.full((count,), me, dtype=torch.uint8))
+        assert [g.unique().tolist() for g in gathered] == [[r] for r in range(n)]
+        assert [g.numel() for g in gathered] == [count] * n
+
+    def part(source: int, to: int) -> Tensor:
+        """Of another size for each pair, and none at all for some."""
+        return torch.full((50_000 * source + 90_000 * to * (source % 2),), 10 * source + to, dtype=torch.int32)
+
+    received = comm.all_to_all([part(me, j) for j in range(n)], [part(j, me) for j in range(n)])
+    return all(torch.equal(got, part(j, me)) for j, got in enumerate(received))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_large_tensors_are_moved_to_their_places(world: World, ranks: int) -> None:
+    assert world(large_moves, ranks) == [True] * ranks
+
+
+def in_lanes(comm: Comm) -> tuple[list[float], int, int]:
+    """In each lane, on a thread of its own, operations in another order than in the other lanes."""
+    totals: list[float] = [0.0] * len(comm.lanes)
+    before = comm.ledger.wire_bytes
+
+    def run(number: int) -> None:
+        lane = comm.lanes[number]
+        for i in range(20):
+            if (i + number) % 2:
+                totals[number] += lane.sum(torch.full((1000,), float(i)))[0].item()
+            else:
+                totals[number] += torch.stack(lane.all_gather(torch.full((30_000,), float(i)))).sum(0)[0].item()
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(comm.lanes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return totals, comm.ledger.wire_bytes - before, len(comm.lanes)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_lanes_do_not_mix_and_are_booked_together(world: World, ranks: int) -> None:
+    for totals, wire_bytes, num_lanes in world(in_lanes, ranks):
+        assert totals == [ranks * sum(range(20))] * num_lanes
+        each = 10 * (all_reduce_bytes(4000, ranks) + all_gather_bytes(120_000, ranks))
+        assert wire_bytes == num_lanes * each
+
+
+def test_processes_have_two_lanes_and_subgroups_too(process_world: ProcessWorlds) -> None:
+    assert process_world.run(num_lanes_of_groups, 4) == [[2, 2]] * 4
+
+
+def num_lanes_of_groups(comm: Comm) -> list[int]:
+    half = comm.split([[0, 1], [2, 3]], "half")
+    assert [lane.sum(torch.ones(1)).item() for lane in half.lanes] == [2.0, 2.0]
+    return [len(comm.lanes), len(half.lanes)]
 
 
 def ring(comm: Comm) -> list[float]:

@@ -10,7 +10,9 @@ from thinwire.comm.ledger import Ledger
 
 
 def book(ledger: Ledger, wire_bytes: int = 6) -> None:
-    ledger.book("world", "all_reduce", ranks=4, payload_bytes=4, wire_bytes=wire_bytes, between_bytes=0, seconds=0.5)
+    total = ledger.book("world", "all_reduce", ranks=4, payload_bytes=4, wire_bytes=wire_bytes, between_bytes=0)
+    ledger.start_clock(total, total.clock_at + 1)
+    ledger.stop_clock(total, total.clock_at + 0.5)
 
 
 def test_totals_add_up_by_key() -> None:

@@ -57,7 +57,7 @@ def values(model: nn.Module) -> list[float]:
 def later(comm: Comm) -> list[float]:
     """Send 0 and 8; by the time that 4 comes back, this rank has gone on to 1 + rank."""
     model = Numbers()
-    averaging = ParameterAverager(model, mean(), [comm])
+    averaging = ParameterAverager(model, mean(), comm)
     put(model, 8.0 * comm.rank)
     averaging.start()
     put(model, 8.0 * comm.rank + 1 + comm.rank)
@@ -72,7 +72,7 @@ def test_what_was_learned_meanwhile_is_kept_whole(world: World) -> None:
 
 def outer_steps(comm: Comm) -> list[list[float]]:
     model = Numbers()
-    averaging = ParameterAverager(model, mean(), [comm], outer=Outer(lr=0.5, momentum=0.9))
+    averaging = ParameterAverager(model, mean(), comm, outer=Outer(lr=0.5, momentum=0.9))
     found = []
     for _ in range(3):
         with torch.no_grad():
@@ -96,7 +96,7 @@ def test_the_outer_step_is_sgd_with_nesterov_momentum_and_leaves_buffers_alone(w
 
 def weighted(comm: Comm) -> float:
     model = Numbers()
-    averaging = ParameterAverager(model, mean(), [comm], weight=[0.5, 0.5, 2.0][comm.rank])
+    averaging = ParameterAverager(model, mean(), comm, weight=[0.5, 0.5, 2.0][comm.rank])
     put(model, float(comm.rank))
     meet(averaging)
     assert model.a.item() == pytest.approx(model.get_buffer("statistic").item())
@@ -112,7 +112,7 @@ def on_nodes(comm: Comm, average_node: bool) -> list[float]:
     node = comm.split([[0, 1], [2, 3]], "node")
     rails = comm.split([[0, 2], [1, 3]], "between")
     model = Numbers()
-    averaging = ParameterAverager(model, mean(), [rails], node=[node])
+    averaging = ParameterAverager(model, mean(), rails, node=node)
     put(model, float(comm.rank))
     averaging.start(leader=1, average_node=average_node)
     averaging.merge()
@@ -138,7 +138,7 @@ class Mixed(nn.Module):
 
 def mixed(comm: Comm) -> tuple[list[float], float, list[float], float]:
     model = Mixed()
-    averaging = ParameterAverager(model, mean(), [comm])
+    averaging = ParameterAverager(model, mean(), comm)
     with torch.no_grad():
         model.frozen.fill_(comm.rank)
         model.exact.data = torch.tensor([1 + 2e-12 * comm.rank], dtype=torch.float64)  # another tensor
@@ -159,7 +159,7 @@ def test_complex_parameters_are_averaged_as_pairs_of_reals() -> None:
     def run(comm: Comm) -> Tensor:
         turned = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * (1 + 2j * comm.rank)
         model = nn.ParameterDict({"z": nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64).t())})
-        averaging = ParameterAverager(model, mean(), [comm])
+        averaging = ParameterAverager(model, mean(), comm)
         model["z"].data = turned  # another tensor
         averaging.start()
         averaging.merge()
@@ -172,7 +172,7 @@ def test_complex_parameters_are_averaged_as_pairs_of_reals() -> None:
 def after_the_end(with_snapshot: bool) -> None:
     model = Numbers()
     with tw.join() as comm:
-        averaging = ParameterAverager(model, mean(), [comm])
+        averaging = ParameterAverager(model, mean(), comm)
     averaging.start(with_snapshot=with_snapshot)
 
 
@@ -183,9 +183,9 @@ def test_a_world_that_was_closed_says_so(with_snapshot: bool) -> None:
 
 
 def of_other_options(comm: Comm) -> None:
-    saved = ParameterAverager(Numbers(), mean(), [comm], outer=Outer(0.7, 0.9)).state_dict()
+    saved = ParameterAverager(Numbers(), mean(), comm, outer=Outer(0.7, 0.9)).state_dict()
     with pytest.raises(RunError, match="of another model, or of other outer options"):
-        ParameterAverager(Numbers(), mean(), [comm]).load_state_dict(saved)
+        ParameterAverager(Numbers(), mean(), comm).load_state_dict(saved)
 
 
 def test_a_state_of_other_options_is_refused(world: World) -> None:
@@ -202,7 +202,7 @@ def in_background(comm: Comm) -> tuple[bool, float]:
         return mean().reduce(tensors, state, comm)
 
     model = Numbers()
-    averaging = ParameterAverager(model, Reducer(lambda tensors: {}, reduce), [comm])
+    averaging = ParameterAverager(model, Reducer(lambda tensors: {}, reduce), comm)
     put(model, 1.0 + comm.rank)
     averaging.start()
     put(model, 100.0)
@@ -219,7 +219,7 @@ def fails(comm: Comm) -> str:
     def reduce(tensors: Named, state: dict[str, Tensor], comm: Comm) -> Reduced:
         raise ZeroDivisionError("in the middle")
 
-    averaging = ParameterAverager(Numbers(), Reducer(lambda tensors: {}, reduce), [comm])
+    averaging = ParameterAverager(Numbers(), Reducer(lambda tensors: {}, reduce), comm)
     averaging.start()
     with pytest.raises(ZeroDivisionError) as caught:
         averaging.merge()
@@ -233,13 +233,13 @@ def test_an_error_of_the_exchange_comes_out_where_its_result_would(world: World)
 def saved_in_flight(comm: Comm) -> list[list[float]]:
     """A state saved while an exchange is under way, and the run that goes on from it, and the one that went on."""
     model = Numbers()
-    averaging = ParameterAverager(model, mean(), [comm], fragments=2, outer=Outer(0.7, 0.9))
+    averaging = ParameterAverager(model, mean(), comm, fragments=2, outer=Outer(0.7, 0.9))
     put(model, 1.0 + comm.rank)
     meet(averaging)
     averaging.start(1)
     state = copy.deepcopy(averaging.state_dict())
     other = copy.deepcopy(model)
-    resumed = ParameterAverager(other, mean(), [comm], fragments=2, outer=Outer(0.7, 0.9))
+    resumed = ParameterAverager(other, mean(), comm, fragments=2, outer=Outer(0.7, 0.9))
     resumed.load_state_dict(state)
     for one in (averaging, resumed):
         one.merge()
@@ -258,14 +258,14 @@ NETWORK = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.
 PATCHING = threading.Lock()  # ranks may be threads
 
 
-def in_buckets(comm: Comm, elements: int, num_lanes: int, nodes: bool, seed: int = 0) -> tuple[list[Tensor], int]:
+def in_buckets(comm: Comm, elements: int, nodes: bool, seed: int = 0) -> tuple[list[Tensor], int]:
     """Two streamed rounds, in fragments that overlap, and a blocking one, over lanes; and the number of buckets."""
     model, generator = copy.deepcopy(NETWORK), torch.Generator().manual_seed(seed + comm.rank // (2 if nodes else 1))
     groups = [[0, 2], [1, 3]] if nodes else [list(range(comm.size))]
-    lanes = [comm.split(groups, "between") for _ in range(num_lanes)]
-    node = [comm.split([[0, 1], [2, 3]], "node") for _ in range(num_lanes)] if nodes else []
+    between = comm.split(groups, "between")
+    node = comm.split([[0, 1], [2, 3]], "node") if nodes else None
     with PATCHING, mock.patch.object(fragments, "BUCKET_ELEMENTS", elements):
-        averaging = ParameterAverager(model, mean(), lanes, 2, Outer(0.7, 0.9), node)
+        averaging = ParameterAverager(model, mean(), between, 2, Outer(0.7, 0.9), node)
 
     @torch.no_grad()
     def train() -> None:
@@ -291,8 +291,8 @@ def in_buckets(comm: Comm, elements: int, num_lanes: int, nodes: bool, seed: int
 def test_buckets_and_lanes_do_not_change_the_result(world: World, nodes: bool) -> None:
     """Of two numbers, the sum does not depend on where in a message they are."""
     ranks = 4 if nodes else 2
-    expected = world(in_buckets, ranks, 10**6, 1, nodes)
-    found = world(in_buckets, ranks, 20, 2, nodes)
+    expected = world(in_buckets, ranks, 10**6, nodes)
+    found = world(in_buckets, ranks, 20, nodes)
     assert [count for _, count in expected] == [2] * ranks
     assert [count for _, count in found] == [5] * ranks
     for (tensors, _), (others, _) in zip(found, expected, strict=True):

@@ -71,11 +71,12 @@ class Comm(ABC):
             return MappedWork(self.start_mean(as_reals(tensor).contiguous()), torch.view_as_complex)
         payload = num_bytes(tensor)
         divided_by = 2 ** (self.size - 1).bit_length() if tensor.dtype == torch.float16 else 1
-        given = tensor / divided_by if divided_by > 1 else tensor
-        _wait_for_gpu(given, self.backend)
+        given = self._stage(tensor / divided_by if divided_by > 1 else tensor)
         return BookedWork(
             self, "all_reduce", payload, all_reduce_sends(payload, self.size, self.rank),
-            lambda: MappedWork(self._start_reduce(given, "sum"), lambda total: total.div_(self.size / divided_by)),
+            lambda: MappedWork(
+                self._start_reduce(given, "sum", tensor.device), lambda total: total.div_(self.size / divided_by)
+            ),
         )  # fmt: skip
 
     # ---- movement: any dtype, bytes are unchanged
@@ -84,7 +85,8 @@ class Comm(ABC):
         """Every rank's tensor, in rank order, on every rank; shapes must be equal."""
         payload = num_bytes(tensor)
         sent = all_gather_sends(payload, self.size, self.rank)
-        return self._booked("all_gather", payload, sent, tensor, lambda: self._all_gather(tensor))
+        given = self._stage(tensor)
+        return self._booked("all_gather", payload, sent, lambda: self._all_gather(given, tensor.device))
 
     def all_to_all(self, parts: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Send parts[j] to rank j; returns what each rank sent here, shaped as `like` (default: as parts)."""
@@ -92,13 +94,15 @@ class Comm(ABC):
             raise UsageError(f"all_to_all: {len(parts)} parts given for {self.size} ranks; give one for each rank")
         payload = sum(map(num_bytes, parts))
         sent = {to: num_bytes(part) for to, part in enumerate(parts) if to != self.rank}
-        return self._booked("all_to_all", payload, sent, parts[0], lambda: self._all_to_all(parts, like or parts))
+        given = self._stage_parts(parts)
+        return self._booked("all_to_all", payload, sent, lambda: self._all_to_all(given, like or parts))
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         """The root's tensor on every rank; the others give one of the same shape."""
         payload = num_bytes(tensor)
         sent = broadcast_sends(payload, self.size, self.rank, root, self.backend)
-        return self._booked("broadcast", payload, sent, tensor, lambda: self._broadcast(tensor, root))
+        given = self._stage(tensor)
+        return self._booked("broadcast", payload, sent, lambda: self._broadcast(given, root, tensor.device))
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Send to one rank, which must call recv. Returns once it has, so two ranks must not both send first."""
@@ -106,8 +110,10 @@ class Comm(ABC):
 
     def isend(self, tensor: Tensor, to: int) -> Work:
         """Start to send and return at once. The tensor may change afterwards: its present values are sent."""
-        _wait_for_gpu(tensor, self.backend)
-        return BookedWork(self, "send", num_bytes(tensor), {to: num_bytes(tensor)}, lambda: self._isend(tensor, to))
+        given = self._stage(tensor)
+        return BookedWork(
+            self, "send", num_bytes(tensor), {to: num_bytes(tensor)}, lambda: self._isend(given, to, tensor.device)
+        )
 
     def recv(self, like: Tensor, source: int) -> Tensor:
         """Receive the next tensor that `source` sends; its shape and dtype must be those of `like`."""
@@ -122,6 +128,14 @@ class Comm(ABC):
         self.sum(torch.zeros(1))
 
     # ---- groups and threads
+
+    @property
+    def lanes(self) -> Sequence[Comm]:
+        """Groups of the same ranks, this one first, whose operations do not wait for each other.
+
+        Simulated ranks have this group alone.
+        """
+        return [self]
 
     @abstractmethod
     def split(self, groups: Sequence[Sequence[int]], link: str) -> Comm:
@@ -140,29 +154,36 @@ class Comm(ABC):
     def close(self) -> None:  # noqa: B027
         """Release the threads and connections of this group."""
 
-    # ---- what a backend provides
+    # ---- what a backend provides: operations on staged tensors, whose results are on the device that is given
+
+    def _stage(self, tensor: Tensor) -> Tensor:
+        """The tensor, or a copy where the backend can send it from. Waits for a GPU: that is no time on the network."""
+        return tensor
+
+    def _stage_parts(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The same for several tensors."""
+        return parts
 
     @abstractmethod
-    def _start_reduce(self, tensor: Tensor, op: Op) -> Work: ...
+    def _start_reduce(self, tensor: Tensor, op: Op, device: torch.device) -> Work: ...
     @abstractmethod
-    def _all_gather(self, tensor: Tensor) -> list[Tensor]: ...
+    def _all_gather(self, tensor: Tensor, device: torch.device) -> list[Tensor]: ...
     @abstractmethod
     def _all_to_all(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]: ...
     @abstractmethod
-    def _broadcast(self, tensor: Tensor, root: int) -> Tensor: ...
+    def _broadcast(self, tensor: Tensor, root: int, device: torch.device) -> Tensor: ...
     @abstractmethod
-    def _isend(self, tensor: Tensor, to: int) -> Work: ...
+    def _isend(self, tensor: Tensor, to: int, device: torch.device) -> Work: ...
     @abstractmethod
     def _irecv(self, like: Tensor, source: int) -> Work: ...
 
     # ---- booking
 
-    def book(self, op: str, payload: int, sent: Sent, seconds: float = 0.0) -> Total:
+    def book(self, op: str, payload: int, sent: Sent) -> Total:
         """Enter an operation of this group in the ledger. Callers outside enter what torch sends for them."""
         between = sum(count for to, count in sent.items() if self.nodes[to] != self.nodes[self.rank])
         return self.ledger.book(
-            self.link, op, ranks=self.size, payload_bytes=payload, wire_bytes=sum(sent.values()), between_bytes=between,
-            seconds=seconds,
+            self.link, op, ranks=self.size, payload_bytes=payload, wire_bytes=sum(sent.values()), between_bytes=between
         )  # fmt: skip
 
     def _all_reduce(self, tensor: Tensor, op: Op) -> Tensor:
@@ -172,17 +193,22 @@ class Comm(ABC):
             return torch.view_as_complex(self._all_reduce(as_reals(tensor).contiguous(), op))
         payload = num_bytes(tensor)
         sent = all_reduce_sends(payload, self.size, self.rank)
-        return self._booked("all_reduce", payload, sent, tensor, lambda: self._start_reduce(tensor, op).wait())
+        given = self._stage(tensor)
+        return self._booked(
+            "all_reduce", payload, sent, lambda: self._start_reduce(given, op, tensor.device).wait()
+        )  # fmt: skip
 
-    def _booked(self, op: str, payload: int, sent: Sent, tensor: Tensor, run: Callable[[], T]) -> T:
+    def _booked(self, op: str, payload: int, sent: Sent, run: Callable[[], T]) -> T:
         """Run an operation to its end and enter it in ledger and timeline."""
-        _wait_for_gpu(tensor, self.backend)
         begin = time.perf_counter()
-        result = run()
-        end = time.perf_counter()
-        self.book(op, payload, sent, end - begin)
-        add_to_timeline(self, op, sent, begin, begin, end)
-        return result
+        total = self.book(op, payload, sent)
+        self.ledger.start_clock(total, begin)
+        try:
+            return run()
+        finally:
+            end = time.perf_counter()
+            self.ledger.stop_clock(total, end)
+            add_to_timeline(self, op, sent, begin, begin, end)
 
 
 def find_own_group(groups: Sequence[Sequence[int]], rank: int, size: int) -> list[int]:
@@ -190,9 +216,3 @@ def find_own_group(groups: Sequence[Sequence[int]], rank: int, size: int) -> lis
     if sorted(r for g in groups for r in g) != list(range(size)):
         raise UsageError(f"split: {list(map(list, groups))} does not hold each of {size} ranks once")
     return next(sorted(g) for g in groups if rank in g)
-
-
-def _wait_for_gpu(tensor: Tensor, backend: str) -> None:
-    """Let a GPU finish computing a tensor before the clock starts: that is no time spent on the network."""
-    if tensor.is_cuda and backend == "gloo":  # which would wait for it anyway
-        torch.cuda.current_stream(tensor.device).synchronize()

@@ -72,8 +72,7 @@ class Ledger:
         return purpose
 
     def book(
-        self, link: str, op: str, *, ranks: int, payload_bytes: int, wire_bytes: int, between_bytes: int,
-        seconds: float = 0.0,
+        self, link: str, op: str, *, ranks: int, payload_bytes: int, wire_bytes: int, between_bytes: int
     ) -> Total:  # fmt: skip
         """Add one operation; returns the total that it is part of, for `start_clock` and `stop_clock`."""
         key = Key(self.current_purpose, link, op, ranks)
@@ -83,7 +82,6 @@ class Ledger:
             total.payload_bytes += payload_bytes
             total.wire_bytes += wire_bytes
             total.between_bytes += between_bytes
-            total.seconds += seconds
             return total
 
     def start_clock(self, total: Total, at: float) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket as GradBucket
 
+from thinwire.comm import pairwise
 from thinwire.comm.background import BackgroundWork, CommThread, record_event
 from thinwire.comm.base import Comm, Op, find_own_group
 from thinwire.comm.ledger import Ledger
@@ -20,6 +21,7 @@ from thinwire.errors import RunError, UsageError
 
 T = TypeVar("T")
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+RING_BYTES = 2**16  # of one rank's tensor; gloo's own all_gather has less to do for a smaller one
 GLOO_REDUCES = {
     torch.float32, torch.float64, torch.float16, torch.bfloat16,
     torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool,
@@ -29,8 +31,8 @@ GLOO_REDUCES = {
 class ProcessComm(Comm):
     """A torch process group that books what it sends. Get one from `thinwire.join()`.
 
-    `side_group` has the same ranks and is for DDP, which sends messages of its own while the communication thread
-    sends ours. On one group their order would differ between ranks.
+    `side_group` has the same ranks. It is the second lane, or is for DDP, if that sends messages of its own while the
+    communication thread sends ours. On one group their order would differ between ranks.
     """
 
     is_async = True
@@ -48,6 +50,7 @@ class ProcessComm(Comm):
         self.wire_device = torch.device("cpu") if self.backend == "gloo" else device
         self.thread = CommThread(f"thinwire-{link}", ledger)
         self._subgroups: list[ProcessComm] = []
+        self._second_lane: ProcessComm | None = None
 
     def split(self, groups: Sequence[Sequence[int]], link: str) -> ProcessComm:
         members = find_own_group(groups, self.rank, self.size)
@@ -59,6 +62,19 @@ class ProcessComm(Comm):
         subgroup = ProcessComm(own, link, self.ledger, self.wire_device, [self.nodes[r] for r in members])
         self._subgroups.append(subgroup)
         return subgroup
+
+    @property
+    def lanes(self) -> Sequence[ProcessComm]:
+        """This group, and for gloo the side group, each with a communication thread.
+
+        nccl operations of two groups may wait for each other, in another order on each GPU.
+        """
+        if self.backend == "nccl":
+            return [self]
+        if self._second_lane is None:
+            groups = self.side_group, self.group
+            self._second_lane = ProcessComm(groups, self.link, self.ledger, self.wire_device, self.nodes)
+        return [self, self._second_lane]
 
     @property
     def closed(self) -> bool:
@@ -79,6 +95,9 @@ class ProcessComm(Comm):
         if self.closed:
             return
         self.thread.close()
+        if self._second_lane is not None:
+            self._second_lane.thread.close()
+            del self._second_lane.group, self._second_lane.side_group
         self.close_subgroups()
         groups = [self.side_group] if self.group is dist.group.WORLD else [self.side_group, self.group]
         del self.group, self.side_group
@@ -108,41 +127,55 @@ class ProcessComm(Comm):
         self.thread.submit(lambda: background.run(run_when_ready))
         return background
 
-    def _start_reduce(self, tensor: Tensor, op: Op) -> Work:
+    def _stage(self, tensor: Tensor) -> Tensor:
+        given = tensor.detach()
+        if given.device.type == self.wire_device.type:
+            return given
+        staged = torch.empty(given.shape, dtype=given.dtype, pin_memory=True).copy_(given, non_blocking=True)
+        torch.cuda.current_stream(given.device).synchronize()  # one wait, for the GPU's computation and for the copy
+        return staged
+
+    def _stage_parts(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        data = self._stage(_concatenate([to_bytes(part) for part in parts]))
+        return list(data.split([num_bytes(part) for part in parts]))
+
+    def _start_reduce(self, tensor: Tensor, op: Op, device: torch.device) -> Work:
         if self.backend == "gloo" and tensor.dtype not in GLOO_REDUCES:
             raise UsageError(f"gloo cannot reduce {tensor.dtype}; possible: {sorted(map(str, GLOO_REDUCES))}")
-        staged = self._staged(tensor)
-        if not staged.numel():
-            return _Work(None, staged, tensor.device)
+        own = self._own(tensor, device)
+        if not own.numel():
+            return _Work(None, own, device)
         with peer_errors():
-            return _Work(dist.all_reduce(staged, OPS[op], self.group, async_op=True), staged, tensor.device)
+            return _Work(dist.all_reduce(own, OPS[op], self.group, async_op=True), own, device)
 
-    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
-        sent = to_bytes(self._staged(tensor))
-        out = self._buffer(self.size * sent.numel(), tensor.device)
+    def _all_gather(self, tensor: Tensor, device: torch.device) -> list[Tensor]:
+        sent = to_bytes(tensor)
+        out = self._buffer(self.size * sent.numel(), device)
+        gather = pairwise.all_gather if self.backend == "gloo" and sent.numel() >= RING_BYTES else dist.all_gather
         if sent.numel():
             with peer_errors():
-                dist.all_gather(list(out.view(self.size, -1).unbind()), sent, self.group)
-        return _parts(out, [tensor] * self.size)
+                gather(list(out.view(self.size, -1).unbind()), sent, self.group)
+        return _parts(out, [tensor] * self.size, device)
 
     def _all_to_all(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        sent = _concatenate([to_bytes(part) for part in parts])
-        sent = sent if sent.device == self.wire_device else self._staged(sent)
-        sizes, counts = [num_bytes(part) for part in like], [num_bytes(part) for part in parts]
+        sizes = [num_bytes(part) for part in like]
         out = self._buffer(sum(sizes), like[0].device)
         with peer_errors():
-            dist.all_to_all_single(out, sent, sizes, counts, self.group)
-        return _parts(out, like)
+            if self.backend == "gloo":
+                pairwise.all_to_all(out.split(sizes), parts, self.group)
+            else:
+                dist.all_to_all_single(out, _concatenate(parts), sizes, [len(part) for part in parts], self.group)
+        return _parts(out, like, like[0].device)
 
-    def _broadcast(self, tensor: Tensor, root: int) -> Tensor:
-        sent = to_bytes(self._staged(tensor))
+    def _broadcast(self, tensor: Tensor, root: int, device: torch.device) -> Tensor:
+        sent = to_bytes(self._own(tensor, device))
         if sent.numel():
             with peer_errors():
                 dist.broadcast(sent, group=self.group, group_src=root)
-        return from_bytes(sent, tensor.dtype, tensor.shape).to(tensor.device)
+        return from_bytes(sent, tensor.dtype, tensor.shape).to(device)
 
-    def _isend(self, tensor: Tensor, to: int) -> Work:
-        sent = to_bytes(self._staged(tensor))
+    def _isend(self, tensor: Tensor, to: int, device: torch.device) -> Work:
+        sent = to_bytes(self._own(tensor, device))
         with peer_errors():
             return _Work(dist.isend(sent, group=self.group, group_dst=to), sent, self.wire_device)
 
@@ -152,11 +185,10 @@ class ProcessComm(Comm):
             work = _Work(dist.irecv(out, group=self.group, group_src=source), out, like.device)
         return MappedWork(work, lambda data: from_bytes(data, like.dtype, like.shape))
 
-    def _staged(self, tensor: Tensor) -> Tensor:
-        """A private contiguous copy where the backend can send it from (gloo: host memory, pinned for a GPU)."""
-        pin = tensor.is_cuda and self.wire_device.type == "cpu"
-        staged = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.wire_device, pin_memory=pin)
-        return staged.copy_(tensor.detach())
+    def _own(self, staged: Tensor, device: torch.device) -> Tensor:
+        """A contiguous tensor that may be overwritten: what was staged for a GPU is a copy already."""
+        is_copy = device.type != self.wire_device.type
+        return staged if is_copy else staged.clone(memory_format=torch.contiguous_format)
 
     def _buffer(self, num_bytes: int, device: torch.device) -> Tensor:
         """Memory that the backend can receive into, for data that then moves to a device."""
@@ -183,10 +215,9 @@ class _Work:
         return self.work is None or bool(self.work.is_completed())
 
 
-def _parts(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Bytes off the wire, moved in one go, as tensors of the wanted shapes, dtypes and device."""
-    to_gpu = like[0].device.type == "cuda"
-    chunks = data.to(like[0].device, non_blocking=to_gpu).split([num_bytes(part) for part in like])
+def _parts(data: Tensor, like: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Bytes off the wire, moved in one go to a device, as tensors of the wanted shapes and dtypes."""
+    chunks = data.to(device, non_blocking=device.type == "cuda").split([num_bytes(part) for part in like])
     return [from_bytes(chunk, part.dtype, part.shape) for chunk, part in zip(chunks, like, strict=True)]
 
 

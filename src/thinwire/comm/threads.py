@@ -52,27 +52,27 @@ class ThreadComm(Comm):
         subgroup._name = (*self._name, self._num_splits, link, subgroup.members)
         return subgroup
 
-    def _start_reduce(self, tensor: Tensor, op: Op) -> Work:
+    def _start_reduce(self, tensor: Tensor, op: Op, device: torch.device) -> Work:
         slots = self._post(tensor.detach().clone())
         return _ThreadWork(lambda: _combined(self._read(slots), op), lambda: self.board.has(slots))
 
-    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
+    def _all_gather(self, tensor: Tensor, device: torch.device) -> list[Tensor]:
         parts = self._exchange(tensor.detach().clone())
         if any(p.shape != tensor.shape for p in parts):
             raise UsageError(
                 f"all_gather: shapes differ between ranks: {[tuple(p.shape) for p in parts]}; pad them first"
             )
-        return [p.to(tensor.device, copy=True) for p in parts]
+        return [p.to(device, copy=True) for p in parts]
 
     def _all_to_all(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
         rows = self._exchange([p.detach().clone() for p in parts])
         return [row[self.rank].reshape(want.shape).to(want.device) for row, want in zip(rows, like, strict=True)]
 
-    def _broadcast(self, tensor: Tensor, root: int) -> Tensor:
+    def _broadcast(self, tensor: Tensor, root: int, device: torch.device) -> Tensor:
         sent: Tensor = self._exchange(tensor.detach().clone() if self.rank == root else None)[root]
-        return sent.to(tensor.device, copy=True)
+        return sent.to(device, copy=True)
 
-    def _isend(self, tensor: Tensor, to: int) -> Work:
+    def _isend(self, tensor: Tensor, to: int, device: torch.device) -> Work:
         slot, sent = self._message_slot(self.rank, to), tensor.detach().clone()
         self.board.post(slot, sent)
 

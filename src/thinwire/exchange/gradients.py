@@ -55,7 +55,12 @@ class NoExchange:
 def make_exchange(
     model: nn.Module, reducer: Reducer, comm: Comm, bucket_mb: float = 25.0, unused_parameters: bool = False
 ) -> GradientExchange:
-    """The exchange for a comm: overlapped with the backward pass on processes, after it on threads."""
+    """The exchange for a comm: overlapped with the backward pass on processes, after it on threads.
+
+    One rank exchanges nothing, unless the reducer would change its gradients.
+    """
+    if comm.size == 1 and reducer.is_exact:
+        return NoExchange(model)
     if isinstance(comm, ProcessComm):
         return Overlapped(_wrap_in_ddp(model, comm, bucket_mb, unused_parameters), reducer, comm, bucket_mb)
     return AfterBackward(model, reducer, comm, bucket_mb, unused_parameters)

@@ -1,7 +1,8 @@
-"""Gradients reduced on the communication thread while the backward pass goes on."""
+"""Gradients reduced on communication threads while the backward pass goes on."""
 
 # No `from __future__ import annotations` here: DDP inspects the annotations of its hook.
 import logging
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -32,10 +33,11 @@ class _DDPBucket(NamedTuple):
 
 
 class Overlapped:
-    """Reduces each bucket on the comm's own thread as soon as DDP has given all its gradients.
+    """Reduces each bucket on a communication thread as soon as DDP has given all its gradients.
 
     Our buckets are not DDP's: see buckets.py. DDP gives its buckets in the same order on every rank, so ours are
-    complete, and are reduced, in the same order on every rank.
+    complete in the same order on every rank. They are dealt out to the lanes of the comm in turn: while one lane codes
+    a bucket, the other one sends.
     """
 
     def __init__(
@@ -60,9 +62,12 @@ class Overlapped:
         self.error: BaseException | None = None
         self._held_states = HeldStates(len(self.buckets))
         self._waiting = BackwardWaiting(comm.ledger, next(ddp.parameters()).device)
+        ddp_sends = ddp.find_unused_parameters and ddp.process_group is comm.side_group
+        self._lanes = [comm] if ddp_sends else comm.lanes
         self._num_given = 0  # gradients that DDP has given in this step
         self._ready: Named = {}  # gradients of our buckets that are not complete
-        self._reduced: set[str] = set()  # gradients of DDP buckets that are not finished
+        self._lock = threading.Lock()  # of what the lanes share, which follows
+        self._reduced: dict[str, torch.cuda.Event | None] = {}  # gradients of DDP buckets that are not finished
         self._ddp_buckets: list[_DDPBucket] = []
         self._late: Named = {}
         ddp.register_comm_hook(weakref.ref(self), _hook)  # DDP keeps it for ever, so it must not keep us
@@ -101,51 +106,69 @@ class Overlapped:
         self._waiting.gradient_ready(ready)
         gradients = {self.names[id(parameter)]: gradient for parameter, gradient in ddp_gradients(bucket)}
         self._num_given += len(gradients)
-        ddp_bucket = _DDPBucket(buffer, frozenset(gradients), future)
-        self.comm.thread.submit(lambda: self._receive(ddp_bucket, gradients, ready))
+        with self._lock:
+            self._ddp_buckets.append(_DDPBucket(buffer, frozenset(gradients), future))
+        self._ready |= gradients
+        for i, names in enumerate(self.buckets):
+            if all(name in self._ready for name in names):
+                self._submit(i, {name: self._ready.pop(name) for name in names}, ready)
         return future
 
-    # ---- on the communication thread
+    def _submit(self, bucket: int, gradients: Named, ready: torch.cuda.Event | None) -> None:
+        lane = self._lanes[bucket % len(self._lanes)]
+        lane.thread.submit(lambda: self._run(lane, bucket, gradients, ready))
 
-    def _receive(self, ddp_bucket: _DDPBucket, gradients: Named, ready: torch.cuda.Event | None) -> None:
-        """Reduce every bucket that these gradients complete, and finish every DDP bucket that this completes."""
-        self._ddp_buckets.append(ddp_bucket)
+    # ---- on the communication threads
+
+    def _run(self, lane: ProcessComm, bucket: int, gradients: Named, ready: torch.cuda.Event | None) -> None:
+        """Reduce a bucket, and finish every DDP bucket that this completes."""
+        device = next(iter(gradients.values())).device
         try:
-            with self.comm.thread.stream(ddp_bucket.buffer.device, ready):
-                self._ready |= gradients
-                for i, names in enumerate(self.buckets):
-                    if all(name in self._ready for name in names):
-                        self._reduce(i, {name: self._ready.pop(name) for name in names})
-                self._finish_ddp_buckets()
+            with lane.thread.stream(device, ready):
+                self._reduce(lane, bucket, gradients)
+                done = record_event(device)
+                with self._lock:
+                    self._reduced |= dict.fromkeys(gradients, done)
+                    self._finish_ddp_buckets(device)
         except BaseException as error:
-            self.error = error
-            if self.in_own_loop:  # DDP will only say that something could not be cast to a tensor
-                say(f"exchanging gradients failed: {type(error).__name__}: {error}", level=logging.ERROR)
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Let the backward pass fail too."""
+        self.error = self.error or error
+        if self.in_own_loop:  # DDP will only say that something could not be cast to a tensor
+            say(f"exchanging gradients failed: {type(error).__name__}: {error}", level=logging.ERROR)
+        with self._lock:
             for unfinished in self._ddp_buckets:
                 unfinished.future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it wrongly
             self._ddp_buckets.clear()
 
-    def _reduce(self, bucket: int, gradients: Named) -> None:
+    def _reduce(self, lane: ProcessComm, bucket: int, gradients: Named) -> None:
         """Replace the gradients of one bucket by their means, in DDP's buffers."""
         scale = 1.0 if self.scale is None else self.scale()
         given = gradients if scale == 1.0 else {name: g / scale for name, g in gradients.items()}
-        reduced = self.reducer.reduce(given, self.states[bucket], self.comm)
+        reduced = self.reducer.reduce(given, self.states[bucket], lane)
         if self.scale is None:
             self.states[bucket] = reduced.state
         else:
-            self.states = self._held_states.hold(bucket, reduced, self.states)
+            with self._lock:
+                self.states = self._held_states.hold(bucket, reduced, self.states)
         means = [reduced.mean[name] for name in gradients]
         if scale != 1.0:
             torch._foreach_mul_(means, scale)
         torch._foreach_copy_(list(gradients.values()), means)  # one kernel
         if self.forward.find_unused_parameters and not self.in_own_loop:
-            self._late |= reduced.mean
-        self._reduced |= gradients.keys()
+            with self._lock:
+                self._late |= reduced.mean
 
-    def _finish_ddp_buckets(self) -> None:
-        for bucket in [b for b in self._ddp_buckets if b.names <= self._reduced]:
-            self._ddp_buckets.remove(bucket)
-            self._reduced -= bucket.names
+    def _finish_ddp_buckets(self, device: torch.device) -> None:
+        """Set the future of each DDP bucket whose gradients are reduced, on this lane or another."""
+        complete = [bucket for bucket in self._ddp_buckets if bucket.names <= self._reduced.keys()]
+        self._ddp_buckets = [bucket for bucket in self._ddp_buckets if not bucket.names <= self._reduced.keys()]
+        for bucket in complete:
+            for event in {self._reduced.pop(name) for name in bucket.names} - {None}:
+                assert event is not None
+                torch.cuda.current_stream(device).wait_event(event)
             bucket.future.set_result(bucket.buffer)
 
 

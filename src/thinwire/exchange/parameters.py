@@ -11,8 +11,8 @@ What travels is `moved`, which any reducer can average:
     start   sent ← x;  moved ← reduce(agreed − sent)
     merge   agreed ← agreed − outer(moved);  x ← agreed + (x − sent)
 
-What was learned since the start is in x − sent, and kept. A fragment travels in buckets, which are dealt out to lanes:
-groups of the same ranks, each with a thread of its own. So one bucket is copied and coded while another is on the wire.
+What was learned since the start is in x − sent, and kept. A fragment travels in buckets, which are dealt out to the
+lanes of the group. So one bucket is copied and coded while another is on the wire.
 Where ranks form nodes, one rank of each node, its leader, exchanges with the leaders of the others, and broadcasts the
 result inside its node.
 """
@@ -29,12 +29,11 @@ from thinwire.comm.background import BackgroundWork
 from thinwire.comm.base import Comm
 from thinwire.common.tensors import flatten, unflatten
 from thinwire.errors import RunError
-from thinwire.exchange.fragments import BUCKET_ELEMENTS, Bucket, make_fragments
+from thinwire.exchange.fragments import Bucket, make_fragments
 from thinwire.exchange.statistics import Statistics, take_statistics
 from thinwire.reducers.base import Reducer
 from thinwire.reducers.states import load_states
 
-LANES = 2  # one sends while the other copies and codes
 Merge = Callable[[Tensor, Tensor, Tensor], Any]  # (x, sent, agreed): changes x
 
 
@@ -62,16 +61,16 @@ class InFlight(NamedTuple):
 class ParameterAverager:
     """A model's parameters, averaged over a group in fragments.
 
-    `lanes` are groups of all ranks or, with nodes, of the leaders; `node` are as many groups of the ranks of this node.
     Persistent buffers of floating-point numbers (BatchNorm's statistics) go with the last fragment, exactly and without
     outer step. Optimizers are left alone: momentum is each rank's own.
     """
 
     def __init__(
-        self, model: nn.Module, reducer: Reducer, lanes: Sequence[Comm], fragments: int = 1, outer: Outer = Outer(),
-        node: Sequence[Comm] = (), weight: float = 1.0,
+        self, model: nn.Module, reducer: Reducer, comm: Comm, fragments: int = 1, outer: Outer = Outer(),
+        node: Comm | None = None, weight: float = 1.0,
     ) -> None:  # fmt: skip
-        self.lanes, self.node = lanes, node
+        self.lanes = comm.lanes  # of all ranks or, with nodes, of the leaders
+        self.node = [] if node is None else node.lanes  # of the ranks of this node
         self.reducer = reducer
         self.outer = outer
         self.weight = weight  # of this rank, or node, in the mean; 1 on average
@@ -238,11 +237,6 @@ def keep_progress(x: Tensor, sent: Tensor, agreed: Tensor) -> None:
     Where nothing was, x is exactly what all ranks agreed on.
     """
     x.sub_(sent).add_(agreed)
-
-
-def lanes_for(model: nn.Module) -> int:
-    """How many lanes an exchange of a model's parameters can use: one where all of them are one small bucket."""
-    return LANES if sum(p.numel() for p in model.parameters()) > BUCKET_ELEMENTS else 1
 
 
 def _flat_copy(tensors: list[Tensor]) -> Tensor:

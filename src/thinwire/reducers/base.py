@@ -45,6 +45,7 @@ class Reducer(NamedTuple):
     reduce: Callable[[Named, ReducerState, Comm], Reduced]
     keeps_errors: bool = False  # and adds them to what is given next, so nothing around it must do that too
     contracting: Reducer | None = None
+    is_exact: bool = False  # of one rank's tensors it returns these tensors themselves
 
 
 def on_reals(reducer: Reducer) -> Reducer:
@@ -61,7 +62,7 @@ def on_reals(reducer: Reducer) -> Reducer:
         return out._replace(mean=as_given(out.mean, tensors), error=lambda: as_given(out.error(), tensors))
 
     contracting = on_reals(reducer.contracting) if reducer.contracting else None
-    return Reducer(init, reduce, reducer.keeps_errors, contracting)
+    return reducer._replace(init=init, reduce=reduce, contracting=contracting)
 
 
 def ordered_like(tensors: Named, like: Named) -> Named:

@@ -33,4 +33,4 @@ def mean() -> Reducer:
             out |= zip(same, unflatten(flat, same.values()), strict=True)
         return Reduced(ordered_like(out, tensors), zero_error(tensors), state)
 
-    return Reducer(init, reduce)
+    return Reducer(init, reduce, is_exact=True)

@@ -14,7 +14,7 @@ from thinwire.comm.collectives import coalesced
 from thinwire.common.messages import say
 from thinwire.data import Batch, Shard
 from thinwire.exchange.gradients import make_exchange
-from thinwire.exchange.parameters import ParameterAverager, keep_progress, lanes_for
+from thinwire.exchange.parameters import ParameterAverager, keep_progress
 from thinwire.reducers.base import Reducer
 from thinwire.reducers.half import bf16
 from thinwire.reducers.mean import mean
@@ -86,12 +86,9 @@ class DASO(Strategy):
         self.rail = 0  # the rail that exchanges next
         rails = [[node[i] for node in nodes] for i in range(self.num_rails)]
         in_no_rail = [[rank] for node in nodes for rank in node[self.num_rails :]]
-        lanes = range(lanes_for(self.model))
-        between = [self.comm.split([*rails, *in_no_rail], "between") for _ in lanes]
-        inside = [
-            self.comm.split(nodes, "node") for _ in lanes
-        ]  # not self.node, where gradients are averaged meanwhile
-        weight = self.node.size * len(nodes) / self.comm.size
+        between = self.comm.split([*rails, *in_no_rail], "between")
+        inside = self.comm.split(nodes, "node")  # not self.node: gradients are averaged there at the same time
+        weight = inside.size * len(nodes) / self.comm.size
         self.averaging = ParameterAverager(self.model, reducer, between, node=inside, weight=weight)
 
     def step(self, batch: Batch) -> Tensor:

@@ -12,7 +12,7 @@ from thinwire.common.messages import say
 from thinwire.data import Batch, Shard
 from thinwire.errors import RunError, UsageError
 from thinwire.exchange.gradients import NoExchange
-from thinwire.exchange.parameters import Outer, ParameterAverager, lanes_for
+from thinwire.exchange.parameters import Outer, ParameterAverager
 from thinwire.reducers.base import Reducer
 from thinwire.reducers.mean import mean
 from thinwire.strategies.base import Strategy
@@ -39,9 +39,8 @@ class Periodic(Strategy):
         replicate(model, comm)
         self.learner = Learner(model, recipe)
         self.no_exchange = NoExchange(model)
-        # groups of their own, so that exchanges in flight disturb no other operation
-        lanes = [comm.split([range(comm.size)], comm.link) for _ in range(lanes_for(model))]
-        self.averaging = ParameterAverager(model, reducer, lanes, fragments, outer)
+        own_group = comm.split([range(comm.size)], comm.link)  # so that exchanges in flight disturb no other operation
+        self.averaging = ParameterAverager(model, reducer, own_group, fragments, outer)
         starts = [(i + 1) * every // fragments % every for i in range(fragments)]
         self.fragment_at = {steps: fragment for fragment, steps in enumerate(starts)}  # steps modulo `every`
         self.num_steps = 0  # in this epoch

@@ -1,0 +1,97 @@
+"""The results of benchmarks/floor.py: the file that they are kept in, and what follows from them."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from pathlib import Path
+from typing import Any, NamedTuple
+
+LINKS = {"100mbit": 100.0, "1gbit": 1e3, "10gbit": 1e4, "none": None}  # Mbit/s; none is the loopback interface
+BY_HAND = "written by hand"  # the loop that the trainer alone is compared with
+MOST_ROUNDS, FEWEST_ROUNDS = 5, 2
+Found = dict[str, Any]
+
+
+class Line(NamedTuple):
+    """What a table says of one row on one link; times in ms."""
+
+    name: str
+    megabytes: float  # that the busiest rank sends in a step
+    floor: float  # bytes of the busiest host ÷ nominal rate of the link
+    compute: float
+    bound: float  # what no exchange of this kind can beat
+    ms: float  # measured, of a step
+    ratio: float  # measured ÷ bound
+    blocks: bool
+    gigabytes: float | None  # memory of a step on the GPU
+
+
+def plan(budget: float, period_seconds: float) -> tuple[int, int]:
+    """How many rounds, and how many periods in each, take about `budget` seconds."""
+    rounds = min(MOST_ROUNDS, max(FEWEST_ROUNDS, int(budget / period_seconds)))
+    return rounds, max(1, int(budget / rounds / period_seconds))
+
+
+def floor_ms(num_bytes: float, rate_mbit: float | None) -> float:
+    """The time that bytes need on a link at its nominal rate; 0 without a link."""
+    return 0.0 if rate_mbit is None else 8e-3 * num_bytes / rate_mbit
+
+
+def bound_ms(compute: float, floor: float, blocks: bool) -> float:
+    """max(compute, floor) if computing and sending overlap, else compute + floor."""
+    return compute + floor if blocks else max(compute, floor)
+
+
+def line(found: Found) -> Line:
+    """The line of a row that was measured."""
+    compute, ms = statistics.median(found["compute_ms"]), statistics.median(found["rounds_ms"])
+    floor = floor_ms(found["host_bytes"], LINKS[found["link"]])
+    bound = bound_ms(compute, floor, found["blocks"])
+    memory = found["memory_bytes"]
+    return Line(
+        found["row"], found["rank_bytes"] / 1e6, floor, compute, bound, ms, ms / bound, found["blocks"],
+        None if memory is None else memory / 1e9,
+    )  # fmt: skip
+
+
+class Results:
+    """A results file. Each addition writes it anew, to a new file that replaces the old one."""
+
+    def __init__(self, path: Path, about: Found, resume: bool) -> None:
+        self.path = path
+        self.data: Found = {**about, "links": {}, "trainer": [], "rows": []}
+        if resume and path.exists():
+            saved = json.loads(path.read_text())
+            same = ("device", "hardware", "versions", "model", "batch_size", "ranks", "parameters")
+            differing = [key for key in same if saved[key] != about[key]]
+            if differing:
+                raise SystemExit(f"{path} is of another {', '.join(differing)}; give another --out, or no --resume")
+            self.data = {**saved, "date": about["date"], "commands": [*saved["commands"], *about["commands"]]}
+
+    def add_row(self, found: Found) -> None:
+        """Add what was found of a row on a link, in place of what was found before."""
+        self.data["rows"] = [r for r in self.data["rows"] if (r["link"], r["row"]) != (found["link"], found["row"])]
+        self.data["rows"].append(found)
+        self.save()
+
+    def add_trainer(self, found: Found) -> None:
+        """Add the times of the trainer alone with one model."""
+        self.data["trainer"] = [t for t in self.data["trainer"] if t["name"] != found["name"]] + [found]
+        self.save()
+
+    def has_row(self, link: str, name: str) -> bool:
+        """Whether a row was measured on a link; one that failed was not."""
+        return any((r["link"], r["row"]) == (link, name) and "failed" not in r for r in self.data["rows"])
+
+    def has_trainer(self, name: str) -> bool:
+        """Whether the trainer alone was measured with a model."""
+        return any(t["name"] == name and "failed" not in t for t in self.data["trainer"])
+
+    def save(self) -> None:
+        """Write the file."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        new = self.path.with_name(self.path.name + ".new")
+        new.write_text(json.dumps(self.data, indent=1, ensure_ascii=False) + "\n")
+        os.replace(new, self.path)

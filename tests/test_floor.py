@@ -1,0 +1,135 @@
+"""The arithmetic of benchmarks/floor.py, its results file, and its tables. Nothing here is timed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thinwire import registry, spec
+from thinwire.comm.wire_bytes import all_reduce_bytes
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+results, rows, render, rank = (
+    importlib.import_module(f"floor_{name}") for name in ("results", "rows", "render", "rank")
+)  # fmt: skip
+
+ABOUT = {
+    "date": "2026-01-02", "commands": ["python benchmarks/floor.py"], "device": "cuda",
+    "hardware": {"gpu": "a GPU", "cpus": 16}, "versions": {"python": "3", "torch": "2", "thinwire": "0"},
+    "model": "resnet18", "parameters": 11_173_962, "batch_size": 128, "ranks": 4,
+}  # fmt: skip
+
+
+def found(name: str, link: str = "1gbit", ms: float = 600.0, **changes: Any) -> dict[str, Any]:
+    sent = all_reduce_bytes(4 * 11_173_962, 4)
+    row = {
+        "link": link, "row": name, "blocks": False, "steps": 5, "rounds_ms": [ms, ms - 1, ms + 50],
+        "compute_ms": [16.0, 15.0, 40.0], "rank_bytes": sent, "host_bytes": sent, "host_bytes_by_kernel": None,
+        "memory_bytes": 2_000_000_000,
+    }  # fmt: skip
+    return row | changes
+
+
+def test_the_floor_is_bytes_over_rate() -> None:
+    assert results.floor_ms(all_reduce_bytes(4 * 11_173_962, 4), 1e3) == pytest.approx(536.35, abs=0.01)
+    assert results.floor_ms(1e6, 100.0) == pytest.approx(80)
+    assert results.floor_ms(1e6, None) == 0
+
+
+def test_the_bound_is_the_larger_time_or_the_sum() -> None:
+    assert results.bound_ms(16.0, 70.0, blocks=False) == 70
+    assert results.bound_ms(16.0, 7.0, blocks=False) == 16
+    assert results.bound_ms(16.0, 70.0, blocks=True) == 86
+
+
+def test_a_line_has_medians_and_their_ratio() -> None:
+    overlapping, blocking = results.line(found("DDP")), results.line(found("local_sgd", blocks=True))
+    assert (overlapping.ms, overlapping.compute) == (600, 16)
+    assert overlapping.ratio == pytest.approx(600 / overlapping.floor)
+    assert blocking.ratio == pytest.approx(600 / (16 + blocking.floor))
+    assert results.line(found("DDP", link="none")).bound == 16
+
+
+@pytest.mark.parametrize(
+    ("period_seconds", "expected"), [(0.01, (5, 80)), (0.6, (5, 1)), (1.5, (2, 1)), (9.0, (2, 1)), (0.9, (4, 1))]
+)
+def test_rounds_fit_the_budget(period_seconds: float, expected: tuple[int, int]) -> None:
+    assert results.plan(4.0, period_seconds) == expected
+
+
+def test_bytes_are_those_of_the_busiest_rank_and_host() -> None:
+    def one(node: int, num_bytes: int, seconds: float) -> dict[str, Any]:
+        a_round = {"seconds": seconds, "steps": 10, "rank_bytes": 2 * num_bytes, "between_bytes": num_bytes}
+        return {"rounds": [a_round] * 3, "compute": [0.01], "node": node, "by_kernel": 70.0 + node, "memory": None}
+
+    row = rows.Row("daso", blocks=True)
+    combined = rank.combined(row, [one(0, 10, 1.0), one(0, 20, 1.0), one(1, 25, 3.0), one(1, 0, 3.0)])
+    assert (combined["rank_bytes"], combined["host_bytes"], combined["host_bytes_by_kernel"]) == (50, 30, 71)
+    assert (combined["rounds_ms"], combined["compute_ms"], combined["steps"]) == ([200.0] * 3, [10.0], 30)
+
+
+def test_results_are_added_one_by_one_and_continued(tmp_path: Path) -> None:
+    path = tmp_path / "speed.json"
+    first = results.Results(path, ABOUT, resume=False)
+    first.add_row(found("DDP"))
+    first.add_row({"link": "1gbit", "row": "ist(local_steps=64)", "failed": "no units"})
+    again = results.Results(path, ABOUT | {"date": "2026-01-03"}, resume=True)
+    assert again.has_row("1gbit", "DDP")
+    assert not again.has_row("10gbit", "DDP")
+    assert not again.has_row("1gbit", "ist(local_steps=64)")  # it failed, and is tried again
+    again.add_row(found("ist(local_steps=64)"))
+    again.add_row(found("DDP", ms=500.0))
+    saved = json.loads(path.read_text())
+    assert [(row["row"], row["rounds_ms"][0]) for row in saved["rows"]] == [("ist(local_steps=64)", 600), ("DDP", 500)]
+    assert (saved["date"], len(saved["commands"])) == ("2026-01-03", 2)
+    assert [file.name for file in tmp_path.iterdir()] == ["speed.json"]
+    with pytest.raises(SystemExit, match="another batch_size"):
+        results.Results(path, ABOUT | {"batch_size": 64}, resume=True)
+
+
+def test_tables_show_what_was_found(tmp_path: Path) -> None:
+    data = {**ABOUT, "links": {"1gbit": 987.6}, "trainer": [], "rows": [found("data_parallel", ms=300.0), found("DDP")]}
+    data["rows"].append({"link": "none", "row": "pipeline", "failed": "UsageError: <no>"})
+    data["trainer"].append(
+        {"name": "ResNet-18", "ms": {"written by hand": [10.0, 20.0], "thinwire train": [11.0, 22.0]}}
+    )
+    assert [row[0] for row in render.link_table(data, "1gbit")[1]] == ["`DDP`", "`data_parallel`"]
+    assert render.pays_table(data) == (["method", "1 Gbit/s"], [["`DDP`", "1.00"], ["`data_parallel`", "0.50"]])
+    assert render.trainer_table(data)[1][1] == ["ResNet-18", "thinwire train", "16.50", "1.100"]
+    (tmp_path / "speed-gpu.json").write_text(json.dumps(data))
+    page = (
+        "before\n<!-- speed-gpu: drawn -->\nold\n<!-- end -->\nafter\n<!-- speed-cpu: drawn -->\nkept\n<!-- end -->\n"
+    )
+    (tmp_path / "speed.md").write_text(page)
+    render.render(tmp_path)
+    drawn = (tmp_path / "speed.md").read_text()
+    assert "| `DDP` | 67.04 | 536.4 | 536.4 | 600.0 | 1.12 | 1.00 | 2.00 GB (× 1.00) |" in drawn
+    assert "compute 16.0 ms (15.0 – 40.0)" in drawn
+    assert "pipeline, loopback: UsageError: <no>" in drawn
+    assert "old" not in drawn
+    assert drawn.startswith("before\n")
+    assert "after\n<!-- speed-cpu: drawn -->\nkept\n<!-- end -->" in drawn
+    render.render(tmp_path)
+    assert (tmp_path / "speed.md").read_text() == drawn
+    assert (tmp_path / "speed-gpu.svg").read_text().count('class="over"') == 3  # two bars and the legend
+
+
+def test_rows_name_what_exists() -> None:
+    ours = [row for row in rows.ROWS if not row.name.startswith("DDP")]
+    for row in ours:
+        registry.check("strategies", row.name)
+    assert {spec.parse(row.name).name for row in ours} == set(registry.TABLE["strategies"]) - {"alone"}
+    assert len(rows.BY_NAME) == len(rows.ROWS)
+
+
+def test_rows_are_selected_by_name_or_by_a_part_of_it() -> None:
+    assert [row.name for row in rows.selected("none", ["data_parallel"], "cpu")] == ["data_parallel"]
+    assert all("diloco" in row.name for row in rows.selected("none", ["diloco("], "cpu"))
+    assert len(rows.selected("1gbit", [], "cpu")) == len(rows.ROWS)
+    assert "pipeline" not in [row.name for row in rows.selected("1gbit", [], "cuda")]
+    assert all(row.main for row in rows.selected("10gbit", [], "cuda"))
