@@ -10,7 +10,7 @@ from thinwire.common.dtypes import as_reals
 from thinwire.common.packing import fill_groups, similar_groups
 from thinwire.errors import UsageError
 
-BUCKET_ELEMENTS = 2**20  # or more: 4 MiB of float32, which take far longer to send than a round trip of a fast link
+BUCKET_ELEMENTS = 2**21  # or more: 8 MiB of float32, which take far longer to send than the ranks to meet
 MAX_BUCKETS = 8  # of a fragment: each costs its own round trips
 
 
