@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import thinwire as tw
 from thinwire.comm.base import Comm
 from thinwire.errors import RunError, UsageError
+from thinwire.exchange import fragments
 from thinwire.exchange.fragments import make_fragments
 from thinwire.exchange.parameters import Outer, ParameterAverager
 from thinwire.reducers.base import Named, Reduced, Reducer
@@ -38,7 +40,7 @@ class Numbers(nn.Module):
 
 def meet(averaging: ParameterAverager) -> None:
     for number in range(len(averaging.fragments)):
-        averaging.start(number, in_background=False)
+        averaging.start(number, with_snapshot=False)
         averaging.merge()
 
 
@@ -167,17 +169,17 @@ def test_complex_parameters_are_averaged_as_pairs_of_reals() -> None:
         assert torch.equal(found, torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * (1 + 2j))
 
 
-def after_the_end(in_background: bool) -> None:
+def after_the_end(with_snapshot: bool) -> None:
     model = Numbers()
     with tw.join() as comm:
         averaging = ParameterAverager(model, mean(), comm)
-    averaging.start(in_background=in_background)
+    averaging.start(with_snapshot=with_snapshot)
 
 
-@pytest.mark.parametrize("in_background", [True, False])
-def test_a_world_that_was_closed_says_so(in_background: bool) -> None:
+@pytest.mark.parametrize("with_snapshot", [True, False])
+def test_a_world_that_was_closed_says_so(with_snapshot: bool) -> None:
     with pytest.raises(RunError, match="the world was closed; train inside of"):
-        after_the_end(in_background)
+        after_the_end(with_snapshot)
 
 
 def of_other_options(comm: Comm) -> None:
@@ -248,6 +250,61 @@ def saved_in_flight(comm: Comm) -> list[list[float]]:
 def test_a_state_saved_in_flight_goes_on_exactly(world: World) -> None:
     for straight, resumed in world(saved_in_flight, 2):
         assert straight == resumed
+
+
+# ---- buckets and lanes
+
+NETWORK = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 3))
+PATCHING = threading.Lock()  # ranks may be threads
+
+
+def in_buckets(comm: Comm, elements: int, nodes: bool, seed: int = 0) -> tuple[list[Tensor], int]:
+    """Two streamed rounds, in fragments that overlap, and a blocking one, over lanes; and the number of buckets."""
+    model, generator = copy.deepcopy(NETWORK), torch.Generator().manual_seed(seed + comm.rank // (2 if nodes else 1))
+    groups = [[0, 2], [1, 3]] if nodes else [list(range(comm.size))]
+    between = comm.split(groups, "between")
+    node = comm.split([[0, 1], [2, 3]], "node") if nodes else None
+    with PATCHING, mock.patch.object(fragments, "BUCKET_ELEMENTS", elements):
+        averaging = ParameterAverager(model, mean(), between, 2, Outer(0.7, 0.9), node)
+
+    @torch.no_grad()
+    def train() -> None:
+        for tensor in (*model.parameters(), model[1].running_mean):
+            tensor.add_(torch.randn(tensor.shape, generator=generator))
+
+    for _ in range(2):
+        train()
+        averaging.start(0, leader=1 if nodes else 0)
+        train()
+        averaging.start(1)
+        averaging.merge()
+        train()
+        averaging.merge()
+    for number in range(2):
+        averaging.start(number, with_snapshot=False)
+    averaging.merge()
+    averaging.merge()
+    return [t.detach().clone() for t in (*model.parameters(), *model.buffers())], len(averaging.buckets)
+
+
+@pytest.mark.parametrize("nodes", [False, True])
+def test_buckets_and_lanes_do_not_change_the_result(world: World, nodes: bool) -> None:
+    """Of two numbers, the sum does not depend on where in a message they are."""
+    ranks = 4 if nodes else 2
+    expected = world(in_buckets, ranks, 10**6, nodes)
+    found = world(in_buckets, ranks, 20, nodes)
+    assert [count for _, count in expected] == [2] * ranks
+    assert [count for _, count in found] == [5] * ranks
+    for (tensors, _), (others, _) in zip(found, expected, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(tensors, others, strict=True))
+        assert all(torch.equal(one, other) for one, other in zip(tensors, found[0][0], strict=True)), "ranks are equal"
+
+
+def test_a_fragment_has_few_buckets_and_a_small_one_has_one() -> None:
+    big = nn.ParameterDict({f"p{i:03}": torch.empty(2**16) for i in range(256)})
+    assert [len(fragment.buckets) for fragment in make_fragments(big, 1)] == [8]
+    assert [len(fragment.buckets) for fragment in make_fragments(big, 4)] == [2] * 4
+    assert [len(fragment.buckets) for fragment in make_fragments(NETWORK, 2)] == [1, 1]
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=30), st.data())

@@ -42,11 +42,11 @@ def trace(comm: Comm, cycle: Cycle, num_batches: int) -> list[str]:
     def b() -> str:
         return f"b{strategy.batch - ended}"
 
-    def started(number: int = 0, leader: int = 0, average_node: bool = False, in_background: bool = True) -> None:
+    def started(number: int = 0, leader: int = 0, average_node: bool = False, with_snapshot: bool = True) -> None:
         events.append(f"{b()} {'blocking' if ended else 'send'} r{leader}")
         leaders.append(leader)
-        assert in_background == (not ended)
-        start(number, leader, average_node, in_background)
+        assert with_snapshot == (not ended)
+        start(number, leader, average_node, with_snapshot)
 
     def merged(rule: Any = None) -> None:
         if rule is not None:

@@ -1,4 +1,4 @@
-"""Fragments: parts of a model's parameters that are exchanged one at a time."""
+"""Fragments: parts of a model's parameters that are exchanged one at a time; a large one in several buckets."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from thinwire.common.dtypes import as_reals
-from thinwire.common.packing import similar_groups
+from thinwire.common.packing import fill_groups, similar_groups
 from thinwire.errors import UsageError
 
+BUCKET_ELEMENTS = 2**21  # or more: 8 MiB of float32, which take far longer to send than the ranks to meet
+MAX_BUCKETS = 8  # of a fragment: each costs its own round trips
 
-class Fragment(NamedTuple):
-    """Some parameters, and their place in the vector of all."""
 
+class Bucket(NamedTuple):
+    """Some parameters that are reduced together, and their place in the vector of all."""
+
+    number: int  # among the buckets of all fragments
     parameters: list[nn.Parameter]
     names: list[str]
     place: slice
@@ -24,6 +28,26 @@ class Fragment(NamedTuple):
         return [as_reals(p.detach()) if p.is_complex() else p for p in self.parameters]
 
 
+class Fragment(NamedTuple):
+    """The buckets of a fragment, in order. They follow from the model and the number of fragments alone."""
+
+    buckets: list[Bucket]
+
+    @property
+    def place(self) -> slice:
+        """Of all its parameters, in the vector of all."""
+        return slice(self.buckets[0].place.start, self.buckets[-1].place.stop)
+
+    @property
+    def names(self) -> list[str]:
+        return [name for bucket in self.buckets for name in bucket.names]
+
+    @property
+    def x(self) -> list[Tensor]:
+        """The parameters as they are now, complex ones as pairs of real numbers."""
+        return [x for bucket in self.buckets for x in bucket.x]
+
+
 def make_fragments(model: nn.Module, num_fragments: int) -> list[Fragment]:
     """The trainable parameters of a model in order, in fragments of about equal size."""
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -31,10 +55,16 @@ def make_fragments(model: nn.Module, num_fragments: int) -> list[Fragment]:
         raise UsageError(
             f"fragments={num_fragments}, but the model has {len(parameters)} parameter tensors to share out"
         )
-    fragments, begin = [], 0
-    for names in similar_groups({name: p.numel() for name, p in parameters.items()}, num_fragments):
-        fragment = Fragment([parameters[name] for name in names], names, slice(0))
-        end = begin + sum(x.numel() for x in fragment.x)
-        fragments.append(fragment._replace(place=slice(begin, end)))
-        begin = end
+    sizes = {name: p.numel() for name, p in parameters.items()}
+    fragments, number, begin = [], 0, 0
+    for names_in_fragment in similar_groups(sizes, num_fragments):
+        fragment = Fragment([])
+        size = sum(sizes[name] for name in names_in_fragment)
+        capacity = max(BUCKET_ELEMENTS, size / MAX_BUCKETS)
+        for names in fill_groups({name: sizes[name] for name in names_in_fragment}, capacity):
+            bucket = Bucket(number, [parameters[name] for name in names], names, slice(0))
+            end = begin + sum(x.numel() for x in bucket.x)
+            fragment.buckets.append(bucket._replace(place=slice(begin, end)))
+            number, begin = number + 1, end
+        fragments.append(fragment)
     return fragments

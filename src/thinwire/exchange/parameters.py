@@ -11,13 +11,15 @@ What travels is `moved`, which any reducer can average:
     start   sent ← x;  moved ← reduce(agreed − sent)
     merge   agreed ← agreed − outer(moved);  x ← agreed + (x − sent)
 
-What was learned since the start is in x − sent, and kept. Where ranks form nodes, one rank of each node, its leader,
-exchanges with the leaders of the others, and broadcasts the result inside its node.
+What was learned since the start is in x − sent, and kept. A fragment travels in buckets, which are dealt out to the
+lanes of the group. So one bucket is copied and coded while another is on the wire.
+Where ranks form nodes, one rank of each node, its leader, exchanges with the leaders of the others, and broadcasts the
+result inside its node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +27,11 @@ from torch import Tensor, nn
 
 from thinwire.comm.background import BackgroundWork
 from thinwire.comm.base import Comm
-from thinwire.comm.collectives import coalesced
-from thinwire.common.dtypes import is_averaged
-from thinwire.common.tensors import flatten, named_persistent_buffers, unflatten
+from thinwire.common.tensors import flatten, unflatten
 from thinwire.errors import RunError
-from thinwire.exchange.fragments import Fragment, make_fragments
-from thinwire.reducers.base import Named, Reducer
+from thinwire.exchange.fragments import Bucket, make_fragments
+from thinwire.exchange.statistics import Statistics, take_statistics
+from thinwire.reducers.base import Reducer
 from thinwire.reducers.states import load_states
 
 Merge = Callable[[Tensor, Tensor, Tensor], Any]  # (x, sent, agreed): changes x
@@ -47,147 +48,187 @@ class InFlight(NamedTuple):
     """An exchange of one fragment that was started and not yet merged."""
 
     fragment: int
-    work: BackgroundWork[None] | None  # None if its result is there
+    statistics: Statistics | None  # if the fragment is the last one
+    has_snapshot: bool = True
+    work: Sequence[BackgroundWork[None]] = ()  # of each bucket, and of the statistics; none if the results are there
+
+    def wait(self) -> None:
+        """Wait for all results."""
+        for work in self.work:
+            work.wait()
 
 
 class ParameterAverager:
-    """A model's parameters, averaged over a group in fragments, of which one at a time is in flight.
+    """A model's parameters, averaged over a group in fragments.
 
-    Persistent buffers of floating-point numbers (BatchNorm's statistics) go with the last fragment, exactly and
-    without outer step. Optimizers are left alone: momentum is each rank's own.
+    Persistent buffers of floating-point numbers (BatchNorm's statistics) go with the last fragment, exactly and without
+    outer step. Optimizers are left alone: momentum is each rank's own.
     """
 
     def __init__(
         self, model: nn.Module, reducer: Reducer, comm: Comm, fragments: int = 1, outer: Outer = Outer(),
         node: Comm | None = None, weight: float = 1.0,
     ) -> None:  # fmt: skip
-        self.comm = comm  # all ranks or, with nodes, the leaders
-        self.node = node  # the ranks of this node
+        self.lanes = comm.lanes  # of all ranks or, with nodes, of the leaders
+        self.node = [] if node is None else node.lanes  # of the ranks of this node
         self.reducer = reducer
         self.outer = outer
         self.weight = weight  # of this rank, or node, in the mean; 1 on average
         self.model = model
         self.fragments = make_fragments(model, fragments)
-        self.agreed = _flat_copy([p for fragment in self.fragments for p in fragment.x])
+        self.buckets = [bucket for fragment in self.fragments for bucket in fragment.buckets]
+        self.agreed = _flat_copy([x for bucket in self.buckets for x in bucket.x])
         self.sent, self.moved = torch.empty_like(self.agreed), torch.zeros_like(self.agreed)
-        self._sent_views = [unflatten(self.sent[fragment.place], fragment.x) for fragment in self.fragments]
-        self._moved_views = [unflatten(self.moved[fragment.place], fragment.x) for fragment in self.fragments]
-        self.buffers_sent: list[Tensor] = []  # if the fragment in flight is the last one
-        self.buffers_mean: list[Tensor] = []
+        self._views = [
+            _Views(*(unflatten(flat[bucket.place], bucket.x) for flat in (self.agreed, self.sent, self.moved)))
+            for bucket in self.buckets
+        ]
         self.momentum = torch.zeros_like(self.agreed) if outer.momentum else self.agreed[:0]
-        self.states = [reducer.init(self._named_movements(number)) for number in range(fragments)]
-        self.in_flight: InFlight | None = None
+        self.states = [reducer.init(dict(zip(b.names, self._views[b.number].moved, strict=True))) for b in self.buckets]
+        self.in_flight: list[InFlight] = []  # in the order of their starts, one for each fragment at most
 
     @property
     def names(self) -> list[str]:
         """Of all parameters that are averaged."""
-        return [name for fragment in self.fragments for name in fragment.names]
+        return [name for bucket in self.buckets for name in bucket.names]
 
     @torch.no_grad()
-    def start(self, number: int = 0, leader: int = 0, average_node: bool = False, in_background: bool = True) -> None:
-        """Copy a fragment as it is now and exchange it, in the background or at once.
+    def start(self, fragment: int = 0, leader: int = 0, average_node: bool = False, with_snapshot: bool = True) -> None:
+        """Start to exchange a fragment as it is now. Without a snapshot it must not change until it is merged.
 
         `leader` is the rank of the node that exchanges with other nodes: its own parameters, or with `average_node`
         the mean of the node's ranks, for when they differ.
         """
-        assert self.in_flight is None, "one fragment at a time"
-        torch._foreach_copy_(self._sent_views[number], self.fragments[number].x)
-        is_last = number == len(self.fragments) - 1
-        self.buffers_sent = [b.clone() for b in averaged_buffers(self.model)] if is_last else []
-        self.buffers_mean = [b.clone() for b in self.buffers_sent]
-        work = None
-        if in_background:
-            group = self.node or self.comm
-            work = group.in_background(lambda: self._exchange(number, leader, average_node), self.sent.device)
-        else:
-            self._exchange(number, leader, average_node)
-        self.in_flight = InFlight(number, work)
+        assert all(exchange.fragment != fragment for exchange in self.in_flight), "merge it first"
+        is_last = fragment == len(self.fragments) - 1
+        statistics = take_statistics(self.model) if is_last else None
+        work = []
+        for bucket in self.fragments[fragment].buckets:
+            views = self._views[bucket.number]
+            torch._foreach_copy_(views.sent if with_snapshot else views.moved, bucket.x)
+            work.append(self._in_background(bucket.number, self._exchange, bucket, leader, average_node, with_snapshot))
+        if statistics is not None and statistics.sent:
+            work.append(self._in_background(len(self.buckets), self._exchange_statistics, statistics, leader))
+        self.in_flight.append(InFlight(fragment, statistics, with_snapshot, work))
 
     @torch.no_grad()
     def merge(self, merge: Merge | None = None) -> None:
-        """Wait for the exchange in flight; move the agreed parameters, and this rank's with them."""
-        number = self._wait_for_result()
-        fragment = self.fragments[number]
-        self._step(fragment)
-        now = self._moved_views[number]  # `moved` is not needed any more: its memory holds x meanwhile
-        torch._foreach_copy_(now, fragment.x)
-        place = fragment.place
-        (merge or keep_progress)(self.moved[place], self.sent[place], self.agreed[place])
-        torch._foreach_copy_(fragment.x, now)
-        buffers = averaged_buffers(self.model) if self.buffers_mean else []
-        for buffer, sent, mean in zip(buffers, self.buffers_sent, self.buffers_mean, strict=True):
-            buffer.copy_(torch.where(buffer == sent, mean, mean + (buffer - sent)))  # so infinite ones stay
-        self.in_flight = None
+        """Wait for the oldest exchange in flight; move the agreed parameters, and this rank's with them."""
+        exchange = self.in_flight[0]
+        for i, bucket in enumerate(self.fragments[exchange.fragment].buckets):
+            if exchange.work:
+                exchange.work[i].wait()
+            self._step(bucket)
+            self._move(bucket, merge or keep_progress, exchange.has_snapshot)
+        exchange.wait()
+        if exchange.statistics is not None:
+            exchange.statistics.merge_into(self.model)
+        self.in_flight.pop(0)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, once the exchange in flight has its result. It is not merged: that would change the run."""
-        in_flight = None if self.in_flight is None else self._wait_for_result()
-        place = slice(0) if in_flight is None else self.fragments[in_flight].place
-        return {
-            "agreed": self.agreed, "momentum": self.momentum, "reducer": self.states, "in_flight": in_flight,
-            "sent": self.sent[place], "moved": self.moved[place],
-            "buffers_sent": self.buffers_sent, "buffers_mean": self.buffers_mean,
-        }  # fmt: skip
+        assert len(self.in_flight) < 2, "a step ends with one exchange in flight"
+        state = {"agreed": self.agreed, "momentum": self.momentum, "reducer": self.states, "in_flight": None}
+        for exchange in self.in_flight:
+            exchange.wait()
+            place, statistics = self.fragments[exchange.fragment].place, exchange.statistics
+            state |= {
+                "in_flight": exchange.fragment, "sent": self.sent[place], "moved": self.moved[place],
+                "statistics": None if statistics is None else statistics._asdict(),
+            }  # fmt: skip
+        return state
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state."""
-        if self.in_flight is not None:
-            self._wait_for_result()
+        for exchange in self.in_flight:
+            exchange.wait()
         if any(state[name].shape != getattr(self, name).shape for name in ("agreed", "momentum")):
             raise RunError("the saved state is of another model, or of other outer options; use the same ones")
         self.states = load_states(self.states, state["reducer"])
         self.agreed.copy_(state["agreed"])
         self.momentum.copy_(state["momentum"])
-        self.in_flight = None if state["in_flight"] is None else InFlight(state["in_flight"], None)
-        if self.in_flight is not None:
-            place = self.fragments[self.in_flight.fragment].place
+        self.in_flight = []
+        if state["in_flight"] is not None:
+            place = self.fragments[state["in_flight"]].place
             self.sent[place], self.moved[place] = state["sent"], state["moved"]
-            for name in ("buffers_sent", "buffers_mean"):
-                setattr(self, name, [b.to(self.agreed.device, copy=True) for b in state[name]])
+            saved = state["statistics"]
+            vectors = (
+                {} if saved is None else {k: [v.to(self.agreed.device, copy=True) for v in saved[k]] for k in saved}
+            )
+            self.in_flight = [InFlight(state["in_flight"], Statistics(**vectors) if vectors else None)]
 
-    def _wait_for_result(self) -> int:
-        """Wait for the exchange in flight; returns the number of its fragment."""
-        assert self.in_flight is not None, "no exchange was started"
-        if self.in_flight.work is not None:
-            self.in_flight.work.wait()
-        return self.in_flight.fragment
+    # ---- on the threads of lanes
+
+    def _in_background(self, number: int, work: Callable[..., None], *args: Any) -> BackgroundWork[None]:
+        """Run work(*args, lane), where the lane follows from the number, so that ranks agree on it."""
+        lane = number % len(self.lanes)
+        group = self.node[lane] if self.node else self.lanes[lane]
+        return group.in_background(lambda: work(*args, lane), self.agreed.device)
 
     @torch.no_grad()
-    def _exchange(self, number: int, leader: int, average_node: bool) -> None:
-        place = self.fragments[number].place
-        moved = torch.sub(self.agreed[place], self.sent[place], out=self.moved[place])
-        if self.node is None:
-            self._reduce(number)
+    def _exchange(self, bucket: Bucket, leader: int, average_node: bool, with_snapshot: bool, lane: int) -> None:
+        moved = self.moved[bucket.place]
+        torch.sub(self.agreed[bucket.place], self.sent[bucket.place] if with_snapshot else moved, out=moved)
+        if not self.node:
+            self._reduce(bucket, lane)
             return
-        node = self.node
-        coalesced([*self.buffers_mean, *([moved] if average_node else [])], node.mean)
+        node = self.node[lane]
+        if average_node:
+            moved.copy_(node.mean(moved))
         if node.rank == leader:
-            self._reduce(number)
-        coalesced([*self.buffers_mean, moved], lambda flat: node.broadcast(flat, leader))
+            self._reduce(bucket, lane)
+        moved.copy_(node.broadcast(moved, leader))
 
-    def _reduce(self, number: int) -> None:
-        """Parameters by the reducer, buffers exactly."""
-        given = self._named_movements(number)
+    def _reduce(self, bucket: Bucket, lane: int) -> None:
+        views = self._views[bucket.number].moved
         if self.weight != 1:
-            torch._foreach_mul_([*given.values(), *self.buffers_mean], self.weight)
-        reduced = self.reducer.reduce(given, self.states[number], self.comm)
-        self.states[number] = reduced.state
-        torch._foreach_copy_(list(given.values()), [reduced.mean[name] for name in given])
-        coalesced(self.buffers_mean, self.comm.mean)
+            self.moved[bucket.place].mul_(self.weight)
+        given = dict(zip(bucket.names, views, strict=True))
+        reduced = self.reducer.reduce(given, self.states[bucket.number], self.lanes[lane])
+        self.states[bucket.number] = reduced.state
+        torch._foreach_copy_(views, [reduced.mean[name] for name in bucket.names])
 
-    def _step(self, fragment: Fragment) -> None:
+    @torch.no_grad()
+    def _exchange_statistics(self, statistics: Statistics, leader: int, lane: int) -> None:
+        """Exactly, without reducer. Those of a node's ranks always differ."""
+        node = self.node[lane] if self.node else None
+        for mean in statistics.mean:
+            if node is not None:
+                mean.copy_(node.mean(mean))
+            if node is None or node.rank == leader:
+                mean.copy_(self.lanes[lane].mean(mean.mul_(self.weight)))
+            if node is not None:
+                mean.copy_(node.broadcast(mean, leader))
+
+    # ---- on the computing thread
+
+    def _step(self, bucket: Bucket) -> None:
         """m ← μ·m + moved; agreed ← agreed − ν·(moved + μ·m)."""
         lr, decay = self.outer
-        moved = self.moved[fragment.place]
-        agreed = self.agreed[fragment.place].add_(moved, alpha=-lr)
+        moved = self.moved[bucket.place]
+        agreed = self.agreed[bucket.place].add_(moved, alpha=-lr)
         if decay:
-            momentum = self.momentum[fragment.place].mul_(decay).add_(moved)
+            momentum = self.momentum[bucket.place].mul_(decay).add_(moved)
             agreed.add_(momentum, alpha=-lr * decay)
 
-    def _named_movements(self, number: int) -> Named:
-        """Views of a fragment's movement, by parameter."""
-        return dict(zip(self.fragments[number].names, self._moved_views[number], strict=True))
+    def _move(self, bucket: Bucket, merge: Merge, has_snapshot: bool) -> None:
+        """This rank's parameters, by the rule or, if they are as they were sent, to what all ranks agreed on."""
+        x, views, place = bucket.x, self._views[bucket.number], bucket.place
+        if not has_snapshot:
+            torch._foreach_copy_(x, views.agreed)
+            return
+        torch._foreach_copy_(views.moved, x)  # `moved` is not needed any more: its memory holds x meanwhile
+        merge(self.moved[place], self.sent[place], self.agreed[place])
+        torch._foreach_copy_(x, views.moved)
+
+
+class _Views(NamedTuple):
+    """A bucket's parts of the three vectors, in the shapes of its parameters."""
+
+    agreed: list[Tensor]
+    sent: list[Tensor]
+    moved: list[Tensor]
 
 
 def keep_progress(x: Tensor, sent: Tensor, agreed: Tensor) -> None:
@@ -196,11 +237,6 @@ def keep_progress(x: Tensor, sent: Tensor, agreed: Tensor) -> None:
     Where nothing was, x is exactly what all ranks agreed on.
     """
     x.sub_(sent).add_(agreed)
-
-
-def averaged_buffers(model: nn.Module) -> list[Tensor]:
-    """Persistent buffers of floating-point or complex numbers; others are counters."""
-    return [b for b in named_persistent_buffers(model).values() if is_averaged(b)]
 
 
 def _flat_copy(tensors: list[Tensor]) -> Tensor:

@@ -12,7 +12,7 @@ from thinwire.comm.base import Comm
 from thinwire.common.tensors import from_bytes, to_bytes
 from thinwire.surgery.slices import SliceIndex
 
-Pieces = Sequence[Sequence["Piece"]]  # those to, or from, each rank
+Pieces = Sequence[Sequence["Part"]]  # those to, or from, each rank
 
 
 class Piece(NamedTuple):
@@ -34,12 +34,28 @@ class Piece(NamedTuple):
         return slice_.narrow(self.dim, self.start, self.shape[self.dim]) if self.shape else slice_
 
 
+class Run(NamedTuple):
+    """The pieces of many small tensors, which lie in one vector."""
+
+    names: tuple[str, ...]
+    dtype: torch.dtype
+    shape: list[int]
+    slice_index: SliceIndex  # in the vector of this rank's shards, or of its slice
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+Part = Piece | Run
+
+
 def pack_pieces(outgoing: Pieces, tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """The bytes of all pieces, one after the other; `tensors` gives them in order, and need not hold all at once."""
     buffer = torch.empty(sum(map(_num_bytes, outgoing)), dtype=torch.uint8, device=device)
     at = 0
     for piece, tensor in zip((piece for some in outgoing for piece in some), tensors, strict=True):
-        assert tensor.dtype == piece.dtype, (piece.name, tensor.dtype)
+        assert tensor.dtype == piece.dtype, (piece, tensor.dtype)
         buffer[at : at + piece.num_bytes] = to_bytes(tensor)
         at += piece.num_bytes
     return buffer
@@ -59,5 +75,5 @@ def exchange_pieces(buffer: Tensor, outgoing: Pieces, expected: Pieces, comm: Co
     ]
 
 
-def _num_bytes(pieces: Sequence[Piece]) -> int:
+def _num_bytes(pieces: Sequence[Part]) -> int:
     return sum(piece.num_bytes for piece in pieces)

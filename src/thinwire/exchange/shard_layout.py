@@ -45,6 +45,7 @@ class ShardLayout:
     def pieces(self, units: UnitIndices, rank: int) -> list[Piece]:
         """What the slice of these units has of the shards of a rank."""
         found = []
+        known: dict[tuple[int, int, int], tuple[int, Tensor]] = {}  # many tensors have the same units
         for name, dtype in self.dtypes.items():
             index = self.slices.slice_index(name, units)
             begin, end = self._bounds(name, rank)
@@ -58,8 +59,10 @@ class ShardLayout:
             here = list(index)
             start = begin
             if chosen is not None:
-                start, stop = torch.searchsorted(chosen, torch.tensor([begin, end])).tolist()
-                here[dim] = chosen[start:stop] - begin
+                if (id(chosen), begin, end) not in known:
+                    first, stop = torch.searchsorted(chosen, torch.tensor([begin, end])).tolist()
+                    known[id(chosen), begin, end] = first, chosen[first:stop] - begin
+                start, here[dim] = known[id(chosen), begin, end]
             shape = slice_shape(self.shard_shape(name, rank), tuple(here))
             found.append(Piece(name, dtype, shape, tuple(here), dim, start))
         return found

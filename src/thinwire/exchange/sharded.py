@@ -15,9 +15,10 @@ from torch import Tensor
 from thinwire.comm.base import Comm
 from thinwire.common.packing import groups_within
 from thinwire.common.tensors import num_bytes
-from thinwire.exchange.pieces import Piece, exchange_pieces, pack_pieces
+from thinwire.exchange.pieces import Part, Piece, Run, exchange_pieces, pack_pieces
 from thinwire.exchange.shard_layout import ShardLayout
-from thinwire.surgery.slices import Slices, UnitIndices, put_slice, slice_shape, take_slice
+from thinwire.exchange.slice_routes import SMALL, Routes, make_routes, small_tensors
+from thinwire.surgery.slices import SliceIndex, Slices, UnitIndices, put_slice, slice_shape, take_slice
 
 
 class Contribution(NamedTuple):
@@ -44,10 +45,24 @@ class ShardedTensors:
         self.slices, self.comm, self.device = slices, comm, device
         self.fill_value = fill_value
         self.layout = ShardLayout(slices, comm.size, dtypes)
-        self.shards = {
-            name: torch.full(self.layout.shard_shape(name, comm.rank), fill_value, dtype=dtype, device=device)
-            for name, dtype in dtypes.items()
+        shapes = {name: self.layout.shard_shape(name, comm.rank) for name in dtypes}
+        self.small = small_tensors(dtypes, {n: s for n, s in shapes.items() if slices.tensors[n].numel() <= SMALL})
+        self.vectors = {
+            dtype: torch.full((small.size,), fill_value, dtype=dtype, device=device)
+            for dtype, small in self.small.items()
         }
+        large = {
+            name: torch.full(shape, fill_value, dtype=dtypes[name], device=device)
+            for name, shape in shapes.items()
+            if slices.tensors[name].numel() > SMALL
+        }
+        self._set_shards(large)
+        self._known_routes: tuple[Sequence[UnitIndices], Routes] | None = None
+
+    def _set_shards(self, large: Mapping[str, Tensor]) -> None:
+        """All shards by name: large ones, and views of the vectors that small ones lie in."""
+        views = {n: t for dtype, small in self.small.items() for n, t in small.views(self.vectors[dtype]).items()}
+        self.shards = {name: large[name] if name in large else views[name] for name in self.layout.dtypes}
 
     @property
     def num_bytes(self) -> int:
@@ -57,7 +72,9 @@ class ShardedTensors:
     def copy(self) -> ShardedTensors:
         """A copy, to collect into without changing these."""
         other = ShardedTensors.__new__(ShardedTensors)
-        other.__dict__ |= self.__dict__ | {"shards": {name: shard.clone() for name, shard in self.shards.items()}}
+        other.__dict__ |= self.__dict__ | {"vectors": {dtype: vector.clone() for dtype, vector in self.vectors.items()}}
+        is_small = {name for small in self.small.values() for name in small.offsets}
+        other._set_shards({name: shard.clone() for name, shard in self.shards.items() if name not in is_small})
         return other
 
     def load_shards(self, shards: Mapping[str, Tensor]) -> None:
@@ -74,20 +91,17 @@ class ShardedTensors:
     @torch.no_grad()
     def deal(self, units: Sequence[UnitIndices]) -> dict[str, Tensor]:
         """This rank's slice of every tensor, given the units of each rank. Collective."""
-        rank, ranks = self.comm.rank, range(self.comm.size)
-        outgoing = [self.layout.pieces(units[to], rank) for to in ranks]
-        expected = [self.layout.pieces(units[rank], source) for source in ranks]
-        tensors = (take_slice(self.shards[p.name], p.slice_index) for pieces in outgoing for p in pieces)
-        received = exchange_pieces(pack_pieces(outgoing, tensors, self.device), outgoing, expected, self.comm)
-        slice_: dict[str, Tensor] = {}
-        for name, shape in self.layout.shapes.items():
-            index = self.slices.slice_index(name, units[rank])
-            if index is not None:
-                dtype = self.layout.dtypes[name]
-                slice_[name] = torch.empty(slice_shape(shape, index), dtype=dtype, device=self.device)
-        for pieces, data_of_pieces in zip(expected, received, strict=True):
-            for piece, data in zip(pieces, data_of_pieces, strict=True):
-                piece.view_in(slice_[piece.name]).copy_(data)
+        routes = self._routes(units)
+        tensors = (take_slice(self._tensor_of(p), p.slice_index) for parts in routes.to_slices for p in parts)
+        buffer = pack_pieces(routes.to_slices, tensors, self.device)
+        received = exchange_pieces(buffer, routes.to_slices, routes.from_shards, self.comm)
+        vectors, slice_ = self._new_slice(units[self.comm.rank], routes)
+        for parts, data_of_parts in zip(routes.from_shards, received, strict=True):
+            for part, data in zip(parts, data_of_parts, strict=True):
+                if isinstance(part, Run):
+                    put_slice(vectors[part.dtype], part.slice_index, data)
+                else:
+                    part.view_in(slice_[part.name]).copy_(data)
         return slice_
 
     @torch.no_grad()
@@ -99,25 +113,64 @@ class ShardedTensors:
         Elements that no rank had stay as they are. Those that several had become their mean, weighted by the steps that
         each trained for. The slice is emptied, to save memory.
         """
-        rank, ranks = self.comm.rank, range(self.comm.size)
-        mine = torch.tensor(contribution, dtype=torch.float64, device=self.device)
-        outgoing = [[CONTRIBUTION, *self.layout.pieces(units[rank], to)] for to in ranks]
-        expected = [[CONTRIBUTION, *self.layout.pieces(units[source], rank)] for source in ranks]
-        tensors = (mine if p is CONTRIBUTION else p.view_in(slice_[p.name]) for pieces in outgoing for p in pieces)
-        buffer = [pack_pieces(outgoing, tensors, self.device)]
+        routes = self._routes(units)
+        outgoing = [[CONTRIBUTION, *parts] for parts in routes.from_shards]
+        expected = [[CONTRIBUTION, *parts] for parts in routes.to_slices]
+        buffer = [self._packed_slice(slice_, outgoing, contribution, routes)]
         slice_.clear()
         received = exchange_pieces(buffer.pop(), outgoing, expected, self.comm)  # popped, so that nothing keeps it
-        contributions = [Contribution(*some[0].tolist()) for some in received]
-        copies: dict[str, list[tuple[float, Tensor]]] = {}  # of tensors that all ranks have
-        for source in ranks:
-            for piece, data in zip(expected[source][1:], received[source][1:], strict=True):
-                if self.slices.is_divided(piece.name):
-                    put_slice(self.shards[piece.name], piece.slice_index, data)
+        contributions = [Contribution(*row) for row in torch.stack([some[0] for some in received]).tolist()]
+        copies: dict[str, list[tuple[float, Tensor]]] = {}  # of tensors that several ranks have, by the first's name
+        targets: dict[str, tuple[Tensor, SliceIndex]] = {}
+        for done, parts, data_of_parts in zip(contributions, expected, received, strict=True):
+            for part, data in zip(parts[1:], data_of_parts[1:], strict=True):
+                name = part.names[0] if isinstance(part, Run) else part.name
+                if self.slices.is_divided(name):
+                    put_slice(self._tensor_of(part), part.slice_index, data)
                 else:
-                    copies.setdefault(piece.name, []).append((contributions[source].steps, data))
+                    copies.setdefault(name, []).append((done.steps, data))
+                    targets[name] = self._tensor_of(part), part.slice_index
         for name, of_ranks in copies.items():
-            self.shards[name].copy_(_weighted_mean(of_ranks))
+            put_slice(*targets[name], _weighted_mean(of_ranks))
         return contributions
+
+    def _packed_slice(
+        self, slice_: Mapping[str, Tensor], outgoing: list[list[Part]], contribution: Contribution, routes: Routes
+    ) -> Tensor:
+        """This rank's slice, and what it has done to it, as the bytes that each rank is to get."""
+        mine = torch.tensor(contribution, dtype=torch.float64).to(self.device)
+        vectors = {}
+        for dtype, small in routes.small.items():
+            vectors[dtype] = torch.empty(small.size, dtype=dtype, device=self.device)
+            torch._foreach_copy_(list(small.views(vectors[dtype]).values()), [slice_[name] for name in small.offsets])
+
+        def tensor_of(part: Part) -> Tensor:
+            if isinstance(part, Run):
+                return take_slice(vectors[part.dtype], part.slice_index)
+            return mine if part is CONTRIBUTION else part.view_in(slice_[part.name])
+
+        return pack_pieces(outgoing, (tensor_of(part) for parts in outgoing for part in parts), self.device)
+
+    def _new_slice(self, units: UnitIndices, routes: Routes) -> tuple[dict[torch.dtype, Tensor], dict[str, Tensor]]:
+        """Memory for a slice: the vectors of its small tensors, and all its tensors."""
+        vectors = {d: torch.empty(small.size, dtype=d, device=self.device) for d, small in routes.small.items()}
+        slice_ = {n: t for dtype, small in routes.small.items() for n, t in small.views(vectors[dtype]).items()}
+        for name, dtype in self.layout.dtypes.items():
+            index = self.slices.slice_index(name, units)
+            if index is not None and name not in slice_:
+                shape = slice_shape(self.layout.shapes[name], index)
+                slice_[name] = torch.empty(shape, dtype=dtype, device=self.device)
+        return vectors, slice_
+
+    def _routes(self, units: Sequence[UnitIndices]) -> Routes:
+        """The routes of these units; a round needs the same ones for dealing and for collecting."""
+        if self._known_routes is None or self._known_routes[0] is not units:
+            self._known_routes = units, make_routes(self.layout, units, self.comm.rank, self.small, self.device)
+        return self._known_routes[1]
+
+    def _tensor_of(self, part: Part) -> Tensor:
+        """What a part of this rank's shards is indexed in."""
+        return self.vectors[part.dtype] if isinstance(part, Run) else self.shards[part.name]
 
     # ---- whole tensors
 

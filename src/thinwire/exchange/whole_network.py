@@ -32,14 +32,21 @@ class WholeNetwork:
         self.inputs: deque[Tensor] = deque(maxlen=num_inputs if has_statistics else 0)
 
     def keep_inputs(self, inputs: Tensor) -> None:
-        """Keep a copy of a batch of inputs, to measure BatchNorm's statistics on it."""
-        if self.inputs.maxlen:
-            self.inputs.append(inputs.detach().to(self.sharded.device, copy=True))
+        """Keep a copy of a batch of inputs, to measure BatchNorm's statistics on it.
+
+        It takes the memory of the oldest one, if that has the same shape.
+        """
+        if not self.inputs.maxlen:
+            return
+        memory = self.inputs.popleft() if len(self.inputs) == self.inputs.maxlen else None
+        if memory is None or (memory.shape, memory.dtype) != (inputs.shape, inputs.dtype):
+            memory = torch.empty_like(inputs, device=self.sharded.device)
+        self.inputs.append(memory.copy_(inputs.detach()))
 
     def load_inputs(self, saved: list[Tensor]) -> None:
         """Keep the inputs of a saved state instead."""
         self.inputs.clear()
-        self.inputs.extend(x.to(self.sharded.device) for x in saved)
+        self.inputs.extend(x.to(self.sharded.device, copy=True) for x in saved)
 
     def fits(self) -> bool:
         """Whether every rank has room for the whole network. Collective."""

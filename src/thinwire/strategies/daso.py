@@ -101,7 +101,7 @@ class DASO(Strategy):
         if not is_cycling:
             self._sync()
         else:
-            if self.averaging.in_flight is not None and self.batches_in_flight == self.cycle.delay:
+            if self.averaging.in_flight and self.batches_in_flight == self.cycle.delay:
                 self._wait_and_merge()  # W batches after the start
             if self.batch % self.cycle.global_every == 0:
                 self._start_exchange()
@@ -111,7 +111,7 @@ class DASO(Strategy):
     def end_epoch(self) -> None:
         if not self.batch:
             return
-        if self.averaging.in_flight is not None:
+        if self.averaging.in_flight:
             self._wait_and_merge()
         if not self.is_in_sync:
             self._sync()
@@ -127,13 +127,13 @@ class DASO(Strategy):
     def _averages_gradients(self) -> bool:
         """Every l batches, and from the start of an exchange to its merge, so that a node sends and merges as one."""
         starts = self.batch % self.cycle.global_every == 0
-        return starts or self.averaging.in_flight is not None or self.batch % self.cycle.local_every == 0
+        return starts or bool(self.averaging.in_flight) or self.batch % self.cycle.local_every == 0
 
     # ---- between nodes
 
-    def _start_exchange(self, in_background: bool = True) -> None:
+    def _start_exchange(self, with_snapshot: bool = True) -> None:
         """One rail averages the nodes' parameters; the next exchange is the next rail's."""
-        self.averaging.start(leader=self.rail, average_node=self.node_ranks_differ, in_background=in_background)
+        self.averaging.start(leader=self.rail, average_node=self.node_ranks_differ, with_snapshot=with_snapshot)
         self.rail = (self.rail + 1) % self.num_rails
         self.batches_in_flight = 0
 
@@ -154,7 +154,7 @@ class DASO(Strategy):
     def _sync(self) -> None:
         """Exchange parameters and wait for the result: then all ranks are equal."""
         if self.num_nodes > 1:
-            self._start_exchange(in_background=False)
+            self._start_exchange(with_snapshot=False)
             self.averaging.merge()
         self.is_in_sync = True
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from thinwire.comm.base import Comm
 from thinwire.common.messages import say
 from thinwire.common.tensors import named_tensors
-from thinwire.data import Batch, Shard
+from thinwire.data import Batch, Shard, to_device
 from thinwire.errors import RunError
 from thinwire.exchange.export import export_model
 from thinwire.exchange.gradients import NoExchange
@@ -100,6 +100,7 @@ class IST(Strategy):
         Rounds continue across the ends of epochs.
         """
         self._end_round_if_due()
+        batch = to_device(batch, self.sharded.device)  # once, for the step and for what is kept of it
         with self.shares.counted_step():
             loss = self.learner.backward(batch, self.exchange)
             self.learner.update()

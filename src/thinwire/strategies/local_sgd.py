@@ -62,32 +62,37 @@ class Periodic(Strategy):
         self.has_local_steps = [True] * len(self.has_local_steps)
         self.num_steps += 1
         self.steps_in_flight += 1
-        if self.averaging.in_flight is not None and self.steps_in_flight == self.delay:
-            self.averaging.merge()  # waits, if the result has not arrived
+        is_due = bool(self.averaging.in_flight) and self.steps_in_flight == self.delay
         fragment = self.fragment_at.get(self.num_steps % self.every)
-        if fragment is not None:
-            self._start_exchange(fragment, in_background=self.delay > 0)
-            if not self.delay:
-                self.averaging.merge()
+        if is_due and self.averaging.in_flight[0].fragment == fragment:
+            self.averaging.merge()
+            is_due = False
+        if fragment is not None:  # sent before the wait for the last one, so that the wire is not idle between the two
+            self._start_exchange(fragment, with_snapshot=self.delay > 0)
+        if is_due or (fragment is not None and not self.delay):
+            self.averaging.merge()  # waits, if the result has not arrived
         return loss
 
     def end_epoch(self) -> None:
-        if self.averaging.in_flight is not None:
+        if self.averaging.in_flight:
             self.averaging.merge()
-        for fragment in [i for i, has_steps in enumerate(self.has_local_steps) if has_steps]:
-            self._start_exchange(fragment, in_background=False)
+        fragments = [i for i, has_steps in enumerate(self.has_local_steps) if has_steps]
+        for fragment in fragments:
+            self._start_exchange(fragment, with_snapshot=False)
+        for _ in fragments:
             self.averaging.merge()
         self.num_steps = 0
 
-    def _start_exchange(self, fragment: int, in_background: bool) -> None:
-        self.averaging.start(fragment, in_background=in_background)
+    def _start_exchange(self, fragment: int, with_snapshot: bool) -> None:
+        """With a snapshot if training continues before the merge."""
+        self.averaging.start(fragment, with_snapshot=with_snapshot)
         self.has_local_steps[fragment] = False
         self.steps_in_flight = 0
 
     @property
     def is_in_sync(self) -> bool:
         """Whether all ranks have the same parameters."""
-        return self.averaging.in_flight is None and not any(self.has_local_steps)
+        return not self.averaging.in_flight and not any(self.has_local_steps)
 
     def consolidate(self) -> nn.Module:
         """The mean of the parameters of all ranks. An exchange in flight is not merged before."""

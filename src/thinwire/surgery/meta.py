@@ -19,11 +19,8 @@ _MOVED_TO_META: WeakSet[nn.Module] = WeakSet()
 @torch.no_grad()
 def with_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     """A copy of a model in which these tensors, of any shape, replace those with the same names."""
-    new_model = copy.deepcopy(model)
-    for name, old in named_tensors(new_model).items():
-        if name in tensors:
-            _replace(new_model, old, tensors[name])
-    return new_model
+    replaced = {id(old): _like(old, tensors[name]) for name, old in named_tensors(model).items() if name in tensors}
+    return copy.deepcopy(model, replaced)  # which takes them for copies that it has made already
 
 
 def to_meta(model: nn.Module) -> dict[str, Tensor]:
@@ -80,8 +77,13 @@ def initial_tensors(model: nn.Module, device: torch.device) -> dict[str, Tensor]
 
 def _replace(model: nn.Module, old: Tensor, new: Tensor) -> None:
     """Put another tensor everywhere that a model holds one; a parameter stays a parameter."""
-    replacement = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+    replacement = _like(old, new)
     for module in model.modules():
         held: Any
         for held in (module._parameters, module._buffers):
             held.update({key: replacement for key, value in held.items() if value is old})
+
+
+def _like(old: Tensor, new: Tensor) -> Tensor:
+    """Another tensor, as a parameter if the old one is a parameter."""
+    return nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new

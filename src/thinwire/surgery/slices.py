@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from thinwire.common.tensors import named_tensors
 from thinwire.errors import UsageError
@@ -27,6 +28,7 @@ class Slices:
         self.axes: list[Axis | ResidualBlocks] = [axes] if isinstance(axes, ResidualBlocks) else list(axes)
         self.unit_dims: dict[str, dict[int, tuple[int, int]]] = {name: {} for name in self.tensors}  # axis, repeats
         self.block_of: dict[str, int] = {}  # the residual block that a tensor belongs to
+        self._elements = WeakIdKeyDictionary()  # of some units, along dimensions that have them
         for number, axis in enumerate(self.axes):
             if isinstance(axis, ResidualBlocks):
                 for name in self.tensors:
@@ -45,10 +47,17 @@ class Slices:
         for dim, length in enumerate(self.tensors[name].shape):
             if dim in self.unit_dims[name]:
                 number, repeats = self.unit_dims[name][dim]
-                index.append(_elements_of(unit_indices[number], self.axes[number].size, repeats, length))
+                index.append(self._elements_of(unit_indices[number], self.axes[number].size, repeats, length))
             else:
                 index.append(None)
         return tuple(index)
+
+    def _elements_of(self, units: Tensor, *dimension: int) -> Tensor:
+        """`_elements_of`, made once for each kind of dimension, because many tensors have the same."""
+        known: dict[tuple[int, ...], Tensor] = self._elements.setdefault(units, {})
+        if dimension not in known:
+            known[dimension] = _elements_of(units, *dimension)
+        return known[dimension]
 
     def is_divided(self, name: str) -> bool:
         """Whether a tensor is divided among ranks, so that no element belongs to two of them."""
@@ -103,20 +112,33 @@ def take_slice(tensor: Tensor, index: SliceIndex) -> Tensor:
     >>> take_slice(torch.arange(6).view(2, 3), (None, torch.tensor([0, 2]))).tolist()
     [[0, 2], [3, 5]]
     """
-    return tensor[_torch_index(index, tensor)].clone()
+    indexed = [dim for dim, i in enumerate(index) if i is not None]
+    if not indexed:
+        return tensor.clone()
+    if len(indexed) == 1:
+        return tensor.index_select(indexed[0], _on_device_of(tensor, index[indexed[0]]))
+    return tensor[_torch_index(index, indexed, tensor)]
 
 
 def put_slice(tensor: Tensor, index: SliceIndex, part: Tensor) -> None:
     """Write a slice to where take_slice took it from; all other elements stay as they are."""
-    tensor[_torch_index(index, tensor)] = part
-
-
-def _torch_index(index: SliceIndex, tensor: Tensor) -> tuple[Tensor | slice, ...]:
-    """The slice as an index for torch. Indexed dimensions must be neighbours, else torch moves them to the front."""
     indexed = [dim for dim, i in enumerate(index) if i is not None]
+    if not indexed:
+        tensor.copy_(part)
+    elif len(indexed) == 1:
+        tensor.index_copy_(indexed[0], _on_device_of(tensor, index[indexed[0]]), part)
+    else:
+        tensor[_torch_index(index, indexed, tensor)] = part
+
+
+def _torch_index(index: SliceIndex, indexed: Sequence[int], tensor: Tensor) -> tuple[Tensor | slice, ...]:
+    """The slice as an index for torch. Indexed dimensions must be neighbours, else torch moves them to the front."""
     result: list[Tensor | slice] = [slice(None)] * len(index)
-    for dim in range(indexed[0], indexed[-1] + 1) if indexed else ():
-        i = index[dim]
-        i = torch.arange(tensor.shape[dim]) if i is None else i
-        result[dim] = i.to(tensor.device).view(-1, *[1] * (indexed[-1] - dim))
+    for dim in range(indexed[0], indexed[-1] + 1):
+        result[dim] = _on_device_of(tensor, index[dim], dim).view(-1, *[1] * (indexed[-1] - dim))
     return tuple(result)
+
+
+def _on_device_of(tensor: Tensor, index: Tensor | None, dim: int = 0) -> Tensor:
+    """Indices on the device of a tensor; None is all of a dimension."""
+    return torch.arange(tensor.shape[dim], device=tensor.device) if index is None else index.to(tensor.device)
