@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import thinwire as tw
+from tests.training import seeded
 from thinwire.comm.base import Comm
 from thinwire.errors import RunError, UsageError
 from thinwire.exchange import fragments
@@ -254,7 +255,7 @@ def test_a_state_saved_in_flight_goes_on_exactly(world: World) -> None:
 
 # ---- buckets and lanes
 
-NETWORK = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 3))
+NETWORK = seeded(0, lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 3)))
 PATCHING = threading.Lock()  # ranks may be threads
 
 

@@ -62,7 +62,7 @@ def timeless(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def test_a_run_leaves_its_records(tmp_path: Path) -> None:
-    summary = alone(out=tmp_path / "run", epochs=3)
+    summary = alone(out=tmp_path / "run", epochs=3, strategy="data_parallel(reducer=bf16)")
     assert summary.keys() >= SUMMARY_KEYS
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
@@ -74,6 +74,12 @@ def test_a_run_leaves_its_records(tmp_path: Path) -> None:
     ledger = read_rows(tmp_path / "run" / "ledger.jsonl")
     assert {row["purpose"] for row in ledger} == {"train", "start", "eval", "checkpoint"}
     assert sum(row["wire_bytes"] for row in ledger) == 0
+
+
+def test_one_rank_exchanges_no_exact_gradients(tmp_path: Path) -> None:
+    alone(out=tmp_path / "run", epochs=1)
+    purposes = {row["purpose"] for row in read_rows(tmp_path / "run" / "ledger.jsonl")}
+    assert purposes == {"start", "eval", "checkpoint"}
 
 
 def test_the_model_file_needs_no_thinwire(tmp_path: Path) -> None:

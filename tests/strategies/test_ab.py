@@ -759,7 +759,7 @@ def test_consolidate_gives_the_ordinary_model_or_the_small_one(world: World, at_
 
 def exchanges(comm: Comm) -> tuple[int, int]:
     """How many of the exchanges that were replaced are still alive."""
-    strategy = ab(comm, "ab(sync_every=3, warmup=1, rebound=1, cutoff=0.7)")
+    strategy = ab(comm, "ab(group_size=2, sync_every=3, warmup=1, rebound=1, cutoff=0.7)")
     gc.disable()
     try:
         seen = []
@@ -775,7 +775,7 @@ def exchanges(comm: Comm) -> tuple[int, int]:
 
 
 def test_an_exchange_that_is_replaced_is_gone_at_once(process_world: ProcessWorlds) -> None:
-    for alive, seen in process_world.run(exchanges, 2):
+    for alive, seen in process_world.run(exchanges, 4):
         assert alive == 0
         assert seen >= 10
 
