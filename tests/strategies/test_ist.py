@@ -852,3 +852,31 @@ def test_a_state_of_other_ranks_or_moments_is_refused() -> None:
             tw.simulate(lambda comm, spec=spec: trainer(comm, spec).load_state_dict(saved), ranks=2)
     with pytest.raises(tw.RunError, match="another optimizer"):
         tw.simulate(lambda comm: trainer(comm, "ist(optimizer_state=reset)").load_state_dict(saved), ranks=2)
+
+
+class Running(nn.Module):
+    """Keeps a running mean of its inputs, which it changes in place in the forward pass."""
+
+    level: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("level", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.level.mul_(0.9).add_(x.detach().abs().mean(), alpha=0.1)
+        return x
+
+
+def test_a_model_may_change_its_buffers_while_it_computes(world: World) -> None:
+    """Small weights lie beside them in memory, and autograd must not take those for changed."""
+    found = world(with_running_mean, 2)
+    assert all(losses[-1] < losses[0] for losses, _ in found)
+    assert all(level > 0 for _, level in found)
+
+
+def with_running_mean(comm: Comm) -> tuple[list[float], float]:
+    net = seeded(3, lambda: nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 3)))
+    one = trainer(comm, "ist(local_steps=2)", nn.Sequential(*net, Running()))
+    losses = training.steps(one, batches(1) * 12)
+    return losses, one.consolidate()[-1].level.item()

@@ -36,9 +36,13 @@ class SmallTensors:
             self.size += -(-torch.Size(shape).numel() // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
 
     def views(self, vector: Tensor) -> dict[str, Tensor]:
-        """The tensors in a vector of this layout."""
+        """The tensors in a vector of this layout.
+
+        Each has a version of its own (`data`). Otherwise a model that changes a buffer in its forward pass would change
+        the version of every weight beside it, and autograd would refuse to go back.
+        """
         return {
-            name: vector[at : at + torch.Size(self.shapes[name]).numel()].view(self.shapes[name])
+            name: vector[at : at + torch.Size(self.shapes[name]).numel()].view(self.shapes[name]).data
             for name, at in self.offsets.items()
         }
 

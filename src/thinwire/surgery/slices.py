@@ -47,13 +47,13 @@ class Slices:
         for dim, length in enumerate(self.tensors[name].shape):
             if dim in self.unit_dims[name]:
                 number, repeats = self.unit_dims[name][dim]
-                index.append(self._elements_of(unit_indices[number], self.axes[number].size, repeats, length))
+                index.append(self._known_elements_of(unit_indices[number], self.axes[number].size, repeats, length))
             else:
                 index.append(None)
         return tuple(index)
 
-    def _elements_of(self, units: Tensor, *dimension: int) -> Tensor:
-        """`_elements_of`, made once for each kind of dimension, because many tensors have the same."""
+    def _known_elements_of(self, units: Tensor, *dimension: int) -> Tensor:
+        """What `_elements_of` returns. It is computed once for each kind of dimension: many tensors have the same."""
         known: dict[tuple[int, ...], Tensor] = self._elements.setdefault(units, {})
         if dimension not in known:
             known[dimension] = _elements_of(units, *dimension)
