@@ -29,6 +29,18 @@ def test_only_the_computing_thread_inside_a_step_waits() -> None:
     assert timeline.waiting_seconds == 0.25
 
 
+def test_operations_that_overlap_are_counted_once_and_those_between_steps_are_forgotten() -> None:
+    timeline = Timeline()
+    timeline.add_operation("sum", 0.0, 9.0, 1)
+    with timeline.step(1):
+        for begin, end in ((3.0, 4.0), (1.0, 2.0), (1.5, 2.5), (1.6, 1.7)):
+            timeline.add_operation("sum", begin, end, 1)
+        assert timeline.operation_seconds == 2.5
+    for _ in range(100):  # a loop of one's own has no steps
+        timeline.add_operation("sum", 0.0, 9.0, 1)
+    assert timeline.operation_seconds == 2.5
+
+
 def test_spans_are_kept_between_record_and_pause_only() -> None:
     timeline = Timeline()
     for number in range(4):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -86,3 +89,33 @@ class Pair(NamedTuple):
 def test_every_tensor_of_a_batch_is_found() -> None:
     batch = {"a": Pair(torch.zeros(2), [torch.zeros(3), torch.zeros(4)]), "b": (torch.zeros(5), "text")}
     assert map_tensors(batch, len) == {"a": Pair(2, [3, 4]), "b": (5, "text")}  # type: ignore[arg-type]
+
+
+def test_a_process_ends_well_while_items_are_being_made() -> None:
+    """An iterator that was left early, and that a module still holds when Python ends."""
+    program = """
+import torch
+from thinwire.common.prefetching import made_ahead
+x, order = torch.randn(20000, 200), torch.randperm(20000).split(8192) * 20
+ahead = made_ahead(x[indices] for indices in order)
+next(ahead)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_containers_keep_their_class() -> None:
+    class Items(list[Tensor]):
+        name = "mine"
+
+    class Pair(tuple[Tensor, Tensor]):
+        def __new__(cls, one: Tensor, other: Tensor) -> Pair:
+            return super().__new__(cls, (one, other))
+
+    ordered = map_tensors(OrderedDict(a=torch.ones(2), b=[torch.ones(3)]), len)
+    assert ordered == OrderedDict(a=2, b=[3])
+    assert type(ordered) is OrderedDict
+    items = map_tensors(Items([torch.ones(4)]), len)
+    assert (items, type(items)) == ([4], Items)
+    pair = Pair(torch.ones(1), torch.ones(1))
+    assert map_tensors(pair, len) is pair  # how to make one is not known

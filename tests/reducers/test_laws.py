@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import thinwire as tw
+from tests.worlds import World
 from thinwire import registry
 from thinwire.comm.base import Comm
-from thinwire.common.tensors import flatten
-from thinwire.reducers.base import Named, Reduced, ReducerState
+from thinwire.common.tensors import flatten, unflatten
+from thinwire.reducers.base import Named, Reduced, ReducerState, on_reals
 from thinwire.spec import parse
 
 Shapes = list[tuple[int, ...]]
@@ -459,3 +460,42 @@ def test_processes_get_what_threads_get(spec: str, process_world: Any) -> None:
             assert same(error, lost)
     four = process_world.run(on_gloo, 4, spec)
     assert all(same(four[0][i][0], other[i][0]) for other in four for i in range(3))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_tensors_that_lie_one_after_the_other_are_reduced_as_others_are(spec: str) -> None:
+    """They are read where they are, and stay as they are."""
+    sizes = [(3, 5), (0,), (40,), (6, 6)]
+
+    def run(comm: Comm) -> tuple[list[Reduced], list[Reduced]]:
+        apart = [tensors(comm.rank, i, sizes) for i in range(2)]
+        beside = [dict(zip(g, unflatten(flatten(g.values()), g.values()), strict=True)) for g in apart]
+        return steps(comm, spec, apart), steps(comm, spec, beside)
+
+    for apart, beside in tw.simulate(run, ranks=3):
+        for one, other in zip(apart, beside, strict=True):
+            assert same(one.mean, other.mean)
+            assert same(one.error(), other.error())
+            assert same(one.state, other.state)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_the_exact_mean_in_place_is_the_exact_mean(world: World, beside: bool) -> None:
+    for expected, found, num_bytes in world(in_place, 3, beside):
+        assert same(expected, found)
+        assert num_bytes[0] == num_bytes[1]
+
+
+def in_place(comm: Comm, beside: bool) -> tuple[Named, Named, list[int]]:
+    """The exact mean of tensors of several types, as new tensors and in their own memory; and the bytes of each."""
+    made = tensors(comm.rank, 1, [(33, 40), (7,), (0,), (2, 3)])
+    if beside:
+        made = dict(zip(made, unflatten(flatten(made.values()), made.values()), strict=True))
+    given_ = {**made, "half": made["p0"].half(), "double": made["p1"].double(), "complex": torch.ones(3) * 1j}
+    reducer = on_reals(registry.build("reducers", "mean"))
+    before = comm.ledger.wire_bytes
+    expected = reducer.reduce(given_, {}, comm).mean
+    between = comm.ledger.wire_bytes
+    assert reducer.in_place is not None
+    reducer.in_place(given_, comm)
+    return expected, given_, [between - before, comm.ledger.wire_bytes - between]

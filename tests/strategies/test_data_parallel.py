@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from tests.training import DEEP, MODELS, PLAIN, batches, same, seeded, sgd, steps, trained_by_torch, trainer, weights
-from tests.worlds import World
+from tests.worlds import World, on_threads
 from thinwire.comm.base import Comm
 from thinwire.comm.wire_bytes import all_reduce_bytes
 from thinwire.reducers.base import Named, Reduced, Reducer, ReducerState
@@ -456,3 +456,54 @@ def test_different_weights_at_the_start_are_made_equal_and_it_is_said(capfd: pyt
     assert "the model differed between ranks; 2 of 3 now begin with rank 0's weights" in capfd.readouterr().err
     tw.simulate(lambda comm: trainer(comm, "data_parallel"), ranks=3)
     assert capfd.readouterr().err == ""
+
+
+# ---- one rank, which exchanges nothing
+
+
+def state_of(comm: Comm) -> dict[str, Any]:
+    one = trainer(comm, "data_parallel")
+    steps(one, batches(2))
+    return copy.deepcopy(one.state_dict())
+
+
+def test_one_rank_goes_on_from_a_state_of_two() -> None:
+    state = on_threads(state_of, 2)[0]
+
+    def loaded(comm: Comm) -> int:
+        one = trainer(comm, "data_parallel")
+        one.load_state_dict(state)
+        steps(one, batches(1))
+        count: int = one.learner.num_steps
+        return count
+
+    assert on_threads(loaded, 1) == [3]
+
+
+@pytest.mark.parametrize("spec", ["data_parallel", "data_parallel(unused_parameters=True)"])
+def test_one_rank_tells_of_a_missing_gradient_too(spec: str) -> None:
+    """The same script on two ranks would."""
+    model = nn.Sequential(nn.Linear(6, 3))
+    model.unused = nn.Linear(2, 2)
+
+    def run(comm: Comm) -> None:
+        one = trainer(comm, spec, First(model))
+        if "unused" in spec:
+            steps(one, batches(1))
+        else:
+            with pytest.raises(tw.UsageError, match="some parameters got no gradient"):
+                steps(one, batches(1))
+
+    on_threads(run, 1)
+
+
+class First(nn.Module):
+    """Uses the first layer of another model alone."""
+
+    def __init__(self, whole: nn.Sequential) -> None:
+        super().__init__()
+        self.whole = whole
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.whole[0](x)
+        return out

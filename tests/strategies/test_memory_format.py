@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import thinwire as tw
 from tests.training import batches, seeded, steps, trainer, weights
 from tests.worlds import on_threads
 from thinwire.comm.base import Comm
 from thinwire.common.tensor_files import save_model
+from thinwire.exchange.overlapped import Overlapped
+from thinwire.run.evaluation import evaluate
 from thinwire.run.states import pack, unpack
 from thinwire.surgery import memory_format
+from thinwire.tasks.base import Task
 
 SPECS = [
     "data_parallel(reducer=error_feedback(maxnorm))", "local_sgd(every=2)", "alone", "ist(local_steps=3)",
@@ -33,14 +38,18 @@ def convolutions() -> nn.Module:
 
 
 class Viewing(nn.Module):
-    """Calls `view` on what a convolution returns, which is possible in the usual order alone."""
+    """Calls `view` on what a convolution returns, which is possible in the usual order alone.
+
+    Before that, its forward pass changes buffers, and with dropout draws random numbers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.norm, self.dropout = nn.BatchNorm2d(2), nn.Dropout(0.0)
         self.convolution, self.last = nn.Conv2d(2, 4, 3), nn.Linear(64, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.convolution(x).view(x.size(0), -1))
+        return self.last(self.convolution(self.dropout(self.norm(x))).view(x.size(0), -1))
 
 
 NETS = {"convolutions": seeded(0, convolutions), "viewing": seeded(0, Viewing)}
@@ -94,16 +103,57 @@ def test_a_cpu_keeps_the_usual_order_and_files_have_it(tmp_path: Path, monkeypat
     assert all(saved[name].is_contiguous() and torch.equal(saved[name], value) for name, value in before.items())
 
 
-def test_a_process_goes_back_to_the_usual_order_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With DDP, whose first forward pass has failed then."""
+@pytest.mark.slow
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_process_goes_back_to_the_usual_order_too(compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With DDP, whose first forward pass has failed then. The second one changes what the first would have changed."""
     with tw.join() as comm:
-        usual = weights_after(comm)
+        usual = whole_after(comm, compile)
         monkeypatch.setattr(memory_format, "FAST_ON", {"cpu"})
-        for name, value in weights_after(comm).items():
-            torch.testing.assert_close(value, usual[name], rtol=1e-3, atol=1e-4)
+        found = whole_after(comm, compile)
+    assert found.norm.num_batches_tracked == len(DATA)
+    for name, value in weights(usual).items():
+        torch.testing.assert_close(weights(found)[name], value, rtol=1e-3, atol=1e-4)
 
 
-def weights_after(comm: Comm) -> dict[str, Tensor]:
-    one = trainer(comm, "data_parallel", NETS["viewing"], fused)
+def whole_after(comm: Comm, compile: bool) -> Any:
+    torch.manual_seed(5)
+    net = copy.deepcopy(NETS["viewing"])
+    net.dropout.p = 0.2
+    one = trainer(comm, "data_parallel(reducer=fp16)", net, fused, compile=compile)
+    assert isinstance(one.exchange, Overlapped)
     steps(one, DATA)
-    return weights(one.consolidate())
+    return one.consolidate()
+
+
+@pytest.mark.parametrize("spec", ["alone", "data_parallel", "local_sgd(every=2)", "local_parallel(blocks=1)"])
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_a_consolidated_model_has_the_usual_order_and_no_hooks(
+    spec: str, num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_format, "FAST_ON", {"cpu"})
+
+    def consolidated(comm: Comm) -> nn.Module:
+        one = trainer(comm, spec, NETS["viewing"], fused)
+        steps(one, DATA[:num_steps])
+        whole: nn.Module = one.consolidate()
+        return whole
+
+    whole = on_threads(consolidated, 1)[0]
+    assert all(p.is_contiguous() for p in whole.parameters())
+    assert not any(module._forward_hooks for module in whole.modules())
+    whole(DATA[0][0])
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_a_model_is_tested_in_channels_last_order_if_it_can_be(net: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, targets = DATA[0]
+    data = TensorDataset(inputs, targets)
+    task = Task(data, data, tuple(inputs.shape[1:]), 3, lambda: NETS[net])
+
+    def tested(comm: Comm) -> dict[str, float]:
+        return evaluate(copy.deepcopy(NETS[net]), task, comm, torch.device("cpu"), batch_size=5)
+
+    usual = on_threads(tested, 1)[0]
+    monkeypatch.setattr(memory_format, "FAST_ON", {"cpu"})
+    assert on_threads(tested, 1)[0] == pytest.approx(usual, rel=1e-5)

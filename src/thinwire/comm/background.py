@@ -5,12 +5,13 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from thinwire.comm.ledger import Ledger, Purpose
 
@@ -88,6 +89,16 @@ class CommThread:
             with self.ledger.purpose(purpose):
                 run()
             del item, run  # free the tensors that it refers to before waiting for the next one
+
+
+def keep_for_stream(tensors: Iterable[Tensor]) -> None:
+    """Keep the memory of tensors that are about to be freed until the current stream has read them.
+
+    Without it, the allocator would hand out the memory of a tensor that another stream made as soon as it is freed.
+    """
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def record_event(device: torch.device) -> torch.cuda.Event | None:

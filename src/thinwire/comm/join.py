@@ -19,6 +19,7 @@ from thinwire.comm.process import ProcessComm
 from thinwire.comm.process_groups import new_group_pair, timeout_of
 from thinwire.comm.store import rendezvous
 from thinwire.comm.world import World, find_world, host_id
+from thinwire.common.memory import keep_freed_memory
 from thinwire.errors import RunError, UsageError
 
 MAX_TIMEOUT_SECONDS = 31_536_000  # a year
@@ -41,6 +42,7 @@ def join(
     """
     if not 0 < timeout_seconds <= MAX_TIMEOUT_SECONDS:
         raise UsageError(f"join: timeout_seconds={timeout_seconds}; possible: more than 0, up to {MAX_TIMEOUT_SECONDS}")
+    keep_freed_memory()
     world = find_world() or WORLD_OF_ONE
     chosen = pick_device(world) if device is None else torch.device(device)
     if dist.is_initialized():

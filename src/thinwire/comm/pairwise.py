@@ -14,9 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 TAG = 1  # of these messages; `isend` and `irecv` of a Comm have 0
-IN_FLIGHT_BYTES = (
-    2**17
-)  # all_to_all starts steps beyond the oldest only up to so many: more would share a receiver's link
+IN_FLIGHT_BYTES = 2**17  # all_to_all starts a further step only up to so many: more would share a receiver's link
 
 
 def all_to_all(out: Sequence[Tensor], parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:

@@ -16,7 +16,7 @@ from thinwire.comm.base import Comm, Op, find_own_group
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.process_groups import GroupPair, new_group_pair, peer_errors, timeout_of
 from thinwire.comm.work import MappedWork, Work
-from thinwire.common.tensors import from_bytes, num_bytes, to_bytes
+from thinwire.common.tensors import as_vector, from_bytes, num_bytes, to_bytes
 from thinwire.errors import RunError, UsageError
 
 T = TypeVar("T")
@@ -129,16 +129,16 @@ class ProcessComm(Comm):
 
     def _stage(self, tensor: Tensor) -> Tensor:
         given = tensor.detach()
-        if given.device.type == self.wire_device.type:
+        if given.device == self.wire_device:
             return given
-        if not given.is_cuda:
-            return given.to(self.wire_device)
+        if not given.is_cuda or self.wire_device.type != "cpu":
+            return given.contiguous().to(self.wire_device)
         staged = torch.empty(given.shape, dtype=given.dtype, pin_memory=True).copy_(given, non_blocking=True)
         torch.cuda.current_stream(given.device).synchronize()  # one wait, for the GPU's computation and for the copy
         return staged
 
     def _stage_parts(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        data = self._stage(_concatenate([to_bytes(part) for part in parts]))
+        data = self._stage(as_vector([to_bytes(part) for part in parts], torch.uint8))
         return list(data.split([num_bytes(part) for part in parts]))
 
     def _start_reduce(self, tensor: Tensor, op: Op, device: torch.device, overwrite: bool = False) -> Work:
@@ -166,7 +166,8 @@ class ProcessComm(Comm):
             if self.backend == "gloo":
                 pairwise.all_to_all(out.split(sizes), parts, self.group)
             else:
-                dist.all_to_all_single(out, _concatenate(parts), sizes, [len(part) for part in parts], self.group)
+                sent = as_vector(parts, torch.uint8)
+                dist.all_to_all_single(out, sent, sizes, [len(part) for part in parts], self.group)
         return _parts(out, like, like[0].device)
 
     def _broadcast(self, tensor: Tensor, root: int, device: torch.device) -> Tensor:
@@ -221,14 +222,3 @@ def _parts(data: Tensor, like: Sequence[Tensor], device: torch.device) -> list[T
     """Bytes off the wire, moved in one go to a device, as tensors of the wanted shapes and dtypes."""
     chunks = data.to(device, non_blocking=device.type == "cuda").split([num_bytes(part) for part in like])
     return [from_bytes(chunk, part.dtype, part.shape) for chunk, part in zip(chunks, like, strict=True)]
-
-
-def _concatenate(parts: Sequence[Tensor]) -> Tensor:
-    """Bytes one after the other; no copy is made where they lie so already."""
-    first = parts[0]
-    at = first.storage_offset()
-    for part in parts:
-        if part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or part.storage_offset() != at:
-            return torch.cat(list(parts))
-        at += part.numel()
-    return first.as_strided((at - first.storage_offset(),), (1,))

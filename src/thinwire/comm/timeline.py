@@ -74,12 +74,17 @@ class Timeline:
 
     @property
     def operation_seconds(self) -> float:
-        """How long the operations of this step took."""
-        return sum(end - begin for begin, end in self._operations)
+        """How long this step had operations in flight; they may overlap."""
+        total, until = 0.0, 0.0
+        for begin, end in sorted(self._operations):
+            total += max(0.0, end - max(begin, until))
+            until = max(until, end)
+        return total
 
     def add_operation(self, op: str, begin: float, end: float, num_bytes: int) -> None:
         """An operation was in flight, on any thread."""
-        self._operations.append((begin, end))
+        if self._computing_thread is not None:  # else nobody waits for it
+            self._operations.append((begin, end))
         self._keep(Span("communication", op, begin, end, self._step, num_bytes))
 
     def record(self) -> None:

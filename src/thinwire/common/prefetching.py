@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import copy
 import functools
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,43 +19,57 @@ T = TypeVar("T")
 def made_ahead(items: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
     """The same items in the same order, made by a background thread, up to `depth` of them ahead of their use.
 
-    An error of the iterator is raised when its turn comes. The thread ends with the items, or when this is closed.
+    An error of the iterator is raised when its turn comes. The thread ends with the items, when this is closed, or
+    before Python ends: a thread that computes while Python ends would abort the process.
 
     >>> list(made_ahead(iter(range(5))))
     [0, 1, 2, 3, 4]
     """
-    made: queue.SimpleQueue[tuple[T, None] | tuple[None, BaseException]] = queue.SimpleQueue()
-    free = threading.Semaphore(depth)  # places for items that are made and not yet used
-    started, closed = threading.Event(), threading.Event()
-
-    def run() -> None:
-        torch.get_num_threads()  # else torch would overwrite the setting when this thread first computes
-        torch.set_num_threads(1)  # a pool of threads would compete with that of the computing thread
-        started.set()
-        try:
-            while free.acquire() and not closed.is_set():
-                made.put((next(items), None))
-        except BaseException as error:  # StopIteration at the end
-            made.put((None, error))
-
-    thread = threading.Thread(target=run, name="prefetching", daemon=True)
-    num_threads = torch.get_num_threads()
-    thread.start()
-    started.wait()
-    torch.set_num_threads(num_threads)  # the new thread's setting is also the default of later threads
+    maker = _Maker(items, depth)
+    atexit.register(maker.stop)
     try:
         while True:
-            item, error = made.get()
+            item, error = maker.made.get()
             if isinstance(error, StopIteration):
                 return
             if error is not None:
                 raise error
-            free.release()
+            maker.free.release()
             yield item  # type: ignore[misc]
     finally:
-        closed.set()
-        free.release()
-        thread.join()
+        atexit.unregister(maker.stop)
+        maker.stop()
+
+
+class _Maker(Generic[T]):
+    """The thread of `made_ahead`."""
+
+    def __init__(self, items: Iterator[T], depth: int) -> None:
+        self.items = items
+        self.made: queue.SimpleQueue[tuple[T, None] | tuple[None, BaseException]] = queue.SimpleQueue()
+        self.free = threading.Semaphore(depth)  # places for items that are made and not yet used
+        self.started, self.closed = threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=self._run, name="prefetching", daemon=True)
+        num_threads = torch.get_num_threads()
+        self.thread.start()
+        self.started.wait()
+        torch.set_num_threads(num_threads)  # the new thread's setting is also the default of later threads
+
+    def _run(self) -> None:
+        torch.get_num_threads()  # else torch would overwrite the setting when this thread first computes
+        torch.set_num_threads(1)  # a pool of threads would compete with that of the computing thread
+        self.started.set()
+        try:
+            while self.free.acquire() and not self.closed.is_set():
+                self.made.put((next(self.items), None))
+        except BaseException as error:  # StopIteration at the end
+            self.made.put((None, error))
+
+    def stop(self) -> None:
+        """End the thread, after the item that it is making."""
+        self.closed.set()
+        self.free.release()
+        self.thread.join()
 
 
 def copied_to_gpu(batches: Iterator[Any], device: torch.device, in_background: bool) -> Generator[Any, None, None]:
@@ -85,6 +101,9 @@ def _keep_for(stream: torch.cuda.Stream, tensor: Tensor) -> Tensor:
 def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
     """A batch with a function applied to each of its tensors, which may be in tuples, lists and dicts.
 
+    Containers of other classes, which may need other arguments to be made, are copied and filled anew; tuples of other
+    classes are left as they are.
+
     >>> map_tensors((torch.ones(2), [torch.zeros(1), "label"]), len)
     (2, [1, 'label'])
     """
@@ -92,8 +111,15 @@ def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
         case Tensor():
             return function(batch)
         case dict():
-            return {key: map_tensors(value, function) for key, value in batch.items()}
-        case tuple() | list():
-            values = [map_tensors(value, function) for value in batch]
-            return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+            mapping = copy.copy(batch)
+            mapping.update({key: map_tensors(value, function) for key, value in batch.items()})
+            return mapping
+        case list():
+            items = copy.copy(batch)
+            items[:] = [map_tensors(value, function) for value in batch]
+            return items
+        case tuple() if type(batch) is tuple:
+            return tuple(map_tensors(value, function) for value in batch)
+        case tuple() if hasattr(batch, "_fields"):
+            return type(batch)(*(map_tensors(value, function) for value in batch))
     return batch

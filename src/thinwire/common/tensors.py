@@ -35,6 +35,25 @@ def flatten(tensors: Iterable[Tensor], dtype: torch.dtype | None = None) -> Tens
     return torch.cat(vectors if dtype is None else [v.to(dtype) for v in vectors])
 
 
+def as_vector(tensors: Iterable[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """All elements one after the other: in the tensors' own memory where they lie so already, else a copy.
+
+    >>> whole = torch.zeros(4)
+    >>> as_vector([whole[:1], whole[1:].view(3, 1)]).data_ptr() == whole.data_ptr()
+    True
+    """
+    vectors = [v for v in (t.detach().reshape(-1) for t in tensors) if v.numel()]
+    if not vectors or any(v.dtype != (dtype or vectors[0].dtype) for v in vectors):
+        return flatten(vectors, dtype) if vectors else torch.empty(0, dtype=dtype)
+    first = vectors[0]
+    begin = at = first.storage_offset()
+    for vector in vectors:
+        if vector.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or vector.storage_offset() != at:
+            return flatten(vectors)
+        at += vector.numel()
+    return first.as_strided((at - begin,), (1,))
+
+
 def unflatten(flat: Tensor, like: Iterable[Tensor]) -> list[Tensor]:
     """What `flatten` joined: views of the vector with the shapes of `like`, and the vector's dtype.
 

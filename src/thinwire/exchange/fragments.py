@@ -38,15 +38,6 @@ class Fragment(NamedTuple):
         """Of all its parameters, in the vector of all."""
         return slice(self.buckets[0].place.start, self.buckets[-1].place.stop)
 
-    @property
-    def names(self) -> list[str]:
-        return [name for bucket in self.buckets for name in bucket.names]
-
-    @property
-    def x(self) -> list[Tensor]:
-        """The parameters as they are now, complex ones as pairs of real numbers."""
-        return [x for bucket in self.buckets for x in bucket.x]
-
 
 def make_fragments(model: nn.Module, num_fragments: int) -> list[Fragment]:
     """The trainable parameters of a model in order, in fragments of about equal size."""

@@ -52,6 +52,20 @@ class NoExchange:
         pass
 
 
+class OneRank(NoExchange):
+    """One rank with an exact reducer, which would copy gradients and change nothing. States and errors are as ever."""
+
+    def __init__(self, model: nn.Module, reducer: Reducer, bucket_mb: float, unused_parameters: bool) -> None:
+        super().__init__(model)
+        parameters = dict(model.named_parameters())
+        self.states = init_states(on_reals(reducer), parameters, make_buckets(parameters, bucket_mb))
+        self.required = [] if unused_parameters else [p for p in parameters.values() if p.requires_grad]
+
+    def finish(self) -> None:
+        if any(p.grad is None for p in self.required):
+            raise missing_gradient_error()
+
+
 def make_exchange(
     model: nn.Module, reducer: Reducer, comm: Comm, bucket_mb: float = 25.0, unused_parameters: bool = False
 ) -> GradientExchange:
@@ -59,8 +73,8 @@ def make_exchange(
 
     One rank exchanges nothing, unless the reducer would change its gradients.
     """
-    if comm.size == 1 and reducer.is_exact:
-        return NoExchange(model)
+    if comm.size == 1 and reducer.in_place is not None:
+        return OneRank(model, reducer, bucket_mb, unused_parameters)
     if isinstance(comm, ProcessComm):
         return Overlapped(_wrap_in_ddp(model, comm, bucket_mb, unused_parameters), reducer, comm, bucket_mb)
     return AfterBackward(model, reducer, comm, bucket_mb, unused_parameters)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from thinwire import kernels
-from thinwire.reducers.base import Reduced, ReducerState
+from thinwire.reducers.base import ReducerState
 
 
 class HeldStates:
@@ -14,10 +13,10 @@ class HeldStates:
         self._held: dict[int, ReducerState] = {}
         self._finite = True
 
-    def hold(self, bucket: int, reduced: Reduced, states: list[ReducerState]) -> list[ReducerState]:
+    def hold(self, bucket: int, state: ReducerState, is_finite: bool, states: list[ReducerState]) -> list[ReducerState]:
         """Hold the new state of one bucket; returns the states that are valid now, one per bucket."""
-        self._held[bucket] = reduced.state
-        self._finite = self._finite and all(bool(kernels.all_finite(t)) for t in reduced.mean.values())
+        self._held[bucket] = state
+        self._finite = self._finite and is_finite
         if len(self._held) < self.num_buckets:
             return states
         new = [self._held[i] for i in range(self.num_buckets)] if self._finite else states

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.comm.background import record_event
+from thinwire import kernels
+from thinwire.comm.background import keep_for_stream, record_event
 from thinwire.comm.process import GradBucket, ProcessComm
 from thinwire.comm.wire_bytes import all_reduce_sends
 from thinwire.common.messages import say
@@ -145,21 +146,31 @@ class Overlapped:
 
     def _reduce(self, lane: ProcessComm, bucket: int, gradients: Named) -> None:
         """Replace the gradients of one bucket by their means, in DDP's buffers."""
+        if self.reducer.in_place is not None and self.scale is None:
+            self.reducer.in_place(gradients, lane)
+            self._keep_late(gradients)
+            return
         scale = 1.0 if self.scale is None else self.scale()
         given = gradients if scale == 1.0 else {name: g / scale for name, g in gradients.items()}
         reduced = self.reducer.reduce(given, self.states[bucket], lane)
+        keep_for_stream(self.states[bucket].values())
         if self.scale is None:
             self.states[bucket] = reduced.state
         else:
+            is_finite = bool(kernels.all_finite_in(list(reduced.mean.values())))  # waits for a GPU, so without the lock
             with self._lock:
-                self.states = self._held_states.hold(bucket, reduced, self.states)
+                self.states = self._held_states.hold(bucket, reduced.state, is_finite, self.states)
         means = [reduced.mean[name] for name in gradients]
         if scale != 1.0:
             torch._foreach_mul_(means, scale)
         torch._foreach_copy_(list(gradients.values()), means)  # one kernel
+        self._keep_late(reduced.mean)
+
+    def _keep_late(self, means: Named) -> None:
+        """Keep what DDP might not give to its parameter."""
         if self.forward.find_unused_parameters and not self.in_own_loop:
             with self._lock:
-                self._late |= reduced.mean
+                self._late |= means
 
     def _finish_ddp_buckets(self, device: torch.device) -> None:
         """Set the future of each DDP bucket whose gradients are reduced, on this lane or another."""

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from thinwire.comm.background import BackgroundWork
+from thinwire.comm.background import BackgroundWork, keep_for_stream
 from thinwire.comm.base import Comm
 from thinwire.common.tensors import flatten, unflatten
 from thinwire.errors import RunError
@@ -115,12 +115,14 @@ class ParameterAverager:
     def merge(self, merge: Merge | None = None) -> None:
         """Wait for the oldest exchange in flight; move the agreed parameters, and this rank's with them."""
         exchange = self.in_flight[0]
-        for i, bucket in enumerate(self.fragments[exchange.fragment].buckets):
+        buckets = self.fragments[exchange.fragment].buckets
+        for i, bucket in enumerate(buckets):
             if exchange.work:
                 exchange.work[i].wait()
             self._step(bucket)
             self._move(bucket, merge or keep_progress, exchange.has_snapshot)
-        exchange.wait()
+        for work in exchange.work[len(buckets) :]:
+            work.wait()
         if exchange.statistics is not None:
             exchange.statistics.merge_into(self.model)
         self.in_flight.pop(0)
@@ -185,7 +187,11 @@ class ParameterAverager:
         if self.weight != 1:
             self.moved[bucket.place].mul_(self.weight)
         given = dict(zip(bucket.names, views, strict=True))
+        if self.reducer.in_place is not None:
+            self.reducer.in_place(given, self.lanes[lane])
+            return
         reduced = self.reducer.reduce(given, self.states[bucket.number], self.lanes[lane])
+        keep_for_stream(self.states[bucket.number].values())
         self.states[bucket.number] = reduced.state
         torch._foreach_copy_(views, [reduced.mean[name] for name in bucket.names])
 

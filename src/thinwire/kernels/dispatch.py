@@ -40,6 +40,8 @@ def call_kernel(name: str, device: torch.device, *args: Any) -> None:
         try:
             getattr(version, name)(*args)
             return
+        except (torch.OutOfMemoryError, torch.AcceleratorError):  # the eager one would fail too
+            raise
         except Exception as error:  # whatever a compiler may fail with
             _give_up(device.type, error)
     getattr(eager, name)(*args)

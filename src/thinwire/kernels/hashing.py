@@ -24,8 +24,8 @@ def hash_(numbers: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def position_hashes(count: int, device: torch.device) -> Tensor:
-    """One hash for each position in a block."""
-    return hash_(torch.arange(1, count + 1, dtype=torch.int32, device=device))
+    """One hash for each position in a block. Computed on the CPU: then no stream of a GPU can read it too early."""
+    return hash_(torch.arange(1, count + 1, dtype=torch.int32)).to(device)
 
 
 def block_hashes(count: int, key: int, device: torch.device) -> Tensor:

@@ -45,7 +45,7 @@ class Reducer(NamedTuple):
     reduce: Callable[[Named, ReducerState, Comm], Reduced]
     keeps_errors: bool = False  # and adds them to what is given next, so nothing around it must do that too
     contracting: Reducer | None = None
-    is_exact: bool = False  # of one rank's tensors it returns these tensors themselves
+    in_place: Callable[[Named, Comm], None] | None = None  # if it is exact: writes the mean over the tensors
 
 
 def on_reals(reducer: Reducer) -> Reducer:
@@ -61,8 +61,12 @@ def on_reals(reducer: Reducer) -> Reducer:
         out = reducer.reduce({name: as_reals(t.detach()) for name, t in tensors.items()}, state, comm)
         return out._replace(mean=as_given(out.mean, tensors), error=lambda: as_given(out.error(), tensors))
 
+    def in_place(tensors: Named, comm: Comm) -> None:
+        assert reducer.in_place is not None
+        reducer.in_place({name: as_reals(t.detach()) for name, t in tensors.items()}, comm)
+
     contracting = on_reals(reducer.contracting) if reducer.contracting else None
-    return reducer._replace(init=init, reduce=reduce, contracting=contracting)
+    return Reducer(init, reduce, reducer.keeps_errors, contracting, in_place if reducer.in_place else None)
 
 
 def ordered_like(tensors: Named, like: Named) -> Named:

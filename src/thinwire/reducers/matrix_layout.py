@@ -36,9 +36,9 @@ class Layout:
     by length, so that those of one length, and those of one stack, are neighbours.
     """
 
-    def __init__(self, tensors: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...], rank: int) -> None:
+    def __init__(self, tensors: tuple[tuple[str, tuple[int, ...]], ...], rank: int) -> None:
         self.rank = rank
-        shapes = {name: _matrix_shape(shape) for name, shape, _ in tensors if saves_bytes(shape, rank)}
+        shapes = {name: _matrix_shape(shape) for name, shape in tensors if saves_bytes(shape, rank)}
         stacks: dict[tuple[int, int], list[str]] = {}
         for name, shape in sorted(shapes.items(), key=lambda item: item[1]):
             stacks.setdefault(shape, []).append(name)
@@ -51,10 +51,10 @@ class Layout:
         self.num_low = sum(torch.Size(shape).numel() for shape in self._stacks)
         self.num_left, num_right = (rank * sum(c * length for c, length in rows) for rows in (self._left, self._right))
         self.num_factors = self.num_left + num_right
-        given = {name: (shape, stride) for name, shape, stride in tensors}
+        given = dict(tensors)
         low = [name for names in stacks.values() for name in names]
         self.places = _places({name: given[name] for name in (*low, *given)})
-        self.num_elements = sum(torch.Size(shape).numel() for shape, _ in given.values())
+        self.num_elements = sum(torch.Size(shape).numel() for shape in given.values())
         self.num_exact = self.num_elements - self.num_low
         bases = {f"left/{name}": shapes[name][0] for name in low}
         bases |= {f"right/{name}": shape[1] for shape in by_columns for name in stacks[shape]}
@@ -92,7 +92,7 @@ class Layout:
 
 def layout_of(tensors: Named, rank: int) -> Layout:
     """The layout for these tensors."""
-    return _layout(tuple((name, tuple(t.shape), t.stride()) for name, t in tensors.items()), rank)
+    return _layout(tuple((name, tuple(t.shape)) for name, t in tensors.items()), rank)
 
 
 _layout = lru_cache(maxsize=256)(Layout)  # buckets never change
@@ -158,13 +158,10 @@ def _pairs(rows: tuple[Rows, ...], rank: int, device: torch.device) -> Tensor:
     return torch.cat([torch.empty(0, dtype=torch.int64), *order]).to(device)
 
 
-def _places(tensors: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> dict[str, Place]:
-    """Places one after the other. A tensor keeps its order of memory (channels_last) unless its rows are torn apart."""
+def _places(tensors: dict[str, tuple[int, ...]]) -> dict[str, Place]:
+    """Places one after the other, in the usual order of memory, whatever order the tensors have on this rank."""
     found, begin = {}, 0
-    for name, (shape, stride) in tensors.items():
-        order = sorted(range(1, len(shape)), key=lambda i, s=stride: -s[i])  # type: ignore[misc]
-        like = torch.empty_strided(shape, stride, device="meta").permute([*range(min(1, len(shape))), *order])
-        kept = stride if like.is_contiguous() else torch.empty(shape, device="meta").stride()
-        found[name] = Place(shape, kept, begin)
+    for name, shape in tensors.items():
+        found[name] = Place(shape, torch.empty(shape, device="meta").stride(), begin)
         begin += torch.Size(shape).numel()
     return found

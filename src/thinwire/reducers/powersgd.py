@@ -138,9 +138,9 @@ def _orthonormal(factors: Tensor, bases: Tensor, layout: Layout) -> Tensor:
     size = products.diagonal(dim1=1, dim2=2)[:, :rank].sum(1).sqrt()
     one = torch.eye(rank, dtype=torch.float64, device=factors.device).expand(len(products), -1, -1)
     mix = torch.cat([one / torch.where(size > 0, size, 1.0)[:, None, None], FILL * one], 2)
-    cholesky = torch.linalg.cholesky_ex(mix @ products @ mix.mT).L
+    cholesky, failed = torch.linalg.cholesky_ex(mix @ products @ mix.mT)
     mix = torch.linalg.solve_triangular(cholesky, mix, upper=False)
-    independent = cholesky.diagonal(dim1=1, dim2=2).amin(1) > DEPENDENT
+    independent = (failed == 0) & (cholesky.diagonal(dim1=1, dim2=2).amin(1) > DEPENDENT)
     mix = torch.where(independent[:, None, None], mix, torch.cat([torch.zeros_like(one), one], 2))
     new = torch.empty_like(bases, dtype=torch.float64)
     for x, change, out in zip(both, mix.split(counts), split_rows(new, lengths, rank), strict=True):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.comm.base import Comm
-from thinwire.common.tensors import flatten, unflatten
+from thinwire.common.tensors import as_vector, flatten, unflatten
 from thinwire.data import derive_seed
 from thinwire.reducers.base import Named, Reduced, Reducer, ReducerState, zero_error
 
@@ -43,7 +43,7 @@ class Randomness(NamedTuple):
         return None if self.unbiased else torch.empty_like(x)
 
 
-Average = Callable[[Tensor, Randomness, ReducerState, Comm], Averaged]
+Average = Callable[[Tensor, Randomness, ReducerState, Comm], Averaged]  # must not change the vector
 
 
 def on_vectors(average: Average, init: Callable[[Tensor], ReducerState] = lambda x: {}) -> Reducer:
@@ -61,7 +61,7 @@ def _on_vectors(average: Average, init: Callable[[Tensor], ReducerState], unbias
         return {"step": torch.zeros((), dtype=torch.int64), **init(flatten(tensors.values(), torch.float32))}
 
     def reduce(tensors: Named, state: ReducerState, comm: Comm) -> Reduced:
-        x = flatten(tensors.values(), torch.float32)
+        x = as_vector(tensors.values(), torch.float32)
         if not x.numel():
             return Reduced({name: t.detach().clone() for name, t in tensors.items()}, zero_error(tensors), state)
         step = int(state["step"])

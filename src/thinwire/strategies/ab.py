@@ -9,7 +9,6 @@ A run goes through the phases of the paper; `ab_phases` has their lengths:
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any, ClassVar, Literal
@@ -36,6 +35,7 @@ from thinwire.strategies.learner import Learner, Recipe
 from thinwire.strategies.replicas import average_buffers, replicate
 from thinwire.strategies.series import Series
 from thinwire.surgery.attention import unpack_attention
+from thinwire.surgery.memory_format import usual_copy
 from thinwire.surgery.moments import OptimizerState, copy_state
 from thinwire.surgery.standard import to_standard_modules
 
@@ -199,7 +199,7 @@ class AB(Strategy):
                 "rank; write `for batch in tw.epoch(trainer, batches, comm)`, or give ab(sync_every=…) in steps"
             )
         self.factoring.note_read_layers(self.model)
-        whole = copy.deepcopy(self.model)
+        whole = usual_copy(self.model)
         if self.phase == "ab":
             self._sync_groups(whole)
         average_buffers(whole, self.comm)

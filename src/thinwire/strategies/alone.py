@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from thinwire.strategies.base import Strategy
 from thinwire.strategies.groups import ranks_by_node
 from thinwire.strategies.learner import Learner, Recipe
 from thinwire.strategies.replicas import average_buffers, replicate
+from thinwire.surgery.memory_format import usual_copy
 
 
 class Alone(Strategy):
@@ -57,7 +57,7 @@ class Alone(Strategy):
 
     def consolidate(self) -> nn.Module:
         """The model of rank 0's machine, on every rank."""
-        whole = copy.deepcopy(self.model)
+        whole = usual_copy(self.model)
         average_buffers(whole, self.machine)
         with self.comm.ledger.purpose("sync", instead_of="train"):
             coalesced([*whole.parameters(), *named_persistent_buffers(whole).values()], self.comm.broadcast)

@@ -144,7 +144,7 @@ class DASO(Strategy):
             return
         self.averaging.merge(self._merge_as_paper)
         if self.node_ranks_differ:  # else the ranks of a node are equal already
-            coalesced(self.averaging.fragments[0].x, self.node.mean)
+            coalesced([x for bucket in self.averaging.buckets for x in bucket.x], self.node.mean)
 
     def _merge_as_paper(self, x: Tensor, sent: Tensor, agreed: Tensor) -> None:
         """x ← (2S·x + Σₖ xₖˢᵉⁿᵗ)/(2S + N), S batches after it was sent; for S = 0, 1 instead of 2S."""

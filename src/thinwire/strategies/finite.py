@@ -21,7 +21,12 @@ class FiniteCheck:
     def add(self, loss: Tensor, norm: Tensor, step: int) -> None:
         """Note a step, counted from 1; raise RunError if this or a step before it was not finite, if a check is due."""
         self._unchecked += [loss, norm]
-        if norm.is_cuda and len(self._unchecked) < 2 * CHECK_EVERY_STEPS:
+        if not norm.is_cuda or len(self._unchecked) >= 2 * CHECK_EVERY_STEPS:
+            self.check(step)
+
+    def check(self, step: int) -> None:
+        """Raise RunError if one of the noted steps, the last of which is given, was not finite. Waits for a GPU."""
+        if not self._unchecked:
             return
         values = torch.stack([value.float() for value in self._unchecked]).tolist()
         self._unchecked.clear()

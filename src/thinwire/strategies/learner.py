@@ -20,7 +20,8 @@ from thinwire.exchange.gradients import GradientExchange
 from thinwire.optim import OptimizerFactory
 from thinwire.strategies.clipping import are_alike, clip_gradients, gradient_norm
 from thinwire.strategies.finite import FiniteCheck
-from thinwire.surgery.memory_format import in_order_of, is_view_error, keep_outputs_contiguous, use_channels_last
+from thinwire.surgery import memory_format
+from thinwire.surgery.memory_format import in_order_of
 
 IMPLEMENTATION = ("foreach", "fused")  # settings of an optimizer that do not change what it computes
 WARMUP_START_LR = 1e-5  # where a learning-rate warm-up begins
@@ -55,6 +56,7 @@ class Learner:
         self.num_steps = 0
         self.initial_lrs: list[float] = []  # of the optimizer's parameter groups, when it was made
         self._allows_channels_last = True
+        self._has_run = False  # whether the model's code has computed a step, so that it can
         self.new_optimizer()
         self.loss = torch.zeros(())  # of the last step
         self._autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=recipe.autocast)
@@ -65,7 +67,7 @@ class Learner:
 
         To be called whenever the model was replaced or got other parameters: they are listed here, not in every step.
         """
-        self.is_channels_last = self._allows_channels_last and use_channels_last(self.model)
+        self.is_channels_last = self._allows_channels_last and memory_format.use_channels_last(self.model)
         self._parameters = dict(self.model.named_parameters())
         everything = self._parameters.values()
         self._strided = [p for p in everything if not p.is_contiguous()]
@@ -123,6 +125,8 @@ class Learner:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         micro_batches = list(zip(self.micro_batches(inputs), self.micro_batches(targets), strict=True))
         losses = []
+        may_fail = self.is_channels_last and not self._has_run
+        before = memory_format.ForwardState(self.model, self.device) if may_fail else None
         try:
             for i, (x, y) in enumerate(micro_batches, 1):
                 with nullcontext() if exchanging and i == len(micro_batches) else exchange.accumulating():
@@ -134,11 +138,13 @@ class Learner:
                 losses.append(loss.detach())
         except RuntimeError as error:
             self._refuse_sparse()
-            if self.is_channels_last and is_view_error(error):
+            if before is not None and memory_format.is_view_error(error):
+                before.restore()
                 self.give_up_channels_last()
                 return self.backward(batch, exchange, exchanging)
             unfinished = "Expected to have finished reduction" in str(error)  # how DDP reports it, one step late
             raise exchange.error or (missing_gradient_error() if unfinished else error) from None
+        self._has_run = True
         if exchanging:
             exchange.finish()
         self.loss = losses[0] if len(losses) == 1 and losses[0].dim() == 0 else torch.stack(losses).sum()
@@ -151,7 +157,7 @@ class Learner:
             "the usual order, which is slower. Faster: flatten or reshape instead of view",
             once=True,
         )
-        keep_outputs_contiguous(self.model)
+        memory_format.keep_outputs_contiguous(self.model)
         self._allows_channels_last = self.is_channels_last = False
 
     def zero_grad(self) -> None:
@@ -205,6 +211,7 @@ class Learner:
             refuse_sparse(p.grad, name)
 
     def state_dict(self) -> dict[str, Any]:
+        self._finite_check.check(self.num_steps)
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),

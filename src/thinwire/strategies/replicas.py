@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +12,7 @@ from thinwire.comm.collectives import coalesced
 from thinwire.common.dtypes import is_averaged, refuse_meta
 from thinwire.common.messages import say
 from thinwire.common.tensors import named_persistent_buffers
+from thinwire.surgery.memory_format import usual_copy
 
 
 def replicate(model: nn.Module, comm: Comm) -> None:
@@ -48,7 +48,7 @@ def average_buffers(model: nn.Module, comm: Comm) -> None:
 
 def averaged_copy(model: nn.Module, comm: Comm, differing: Sequence[str] = ()) -> nn.Module:
     """A copy of a model, equal on all ranks: buffers, and the parameters named in `differing`, are averaged."""
-    averaged = copy.deepcopy(model)
+    averaged = usual_copy(model)
     with comm.ledger.purpose("sync", instead_of="train"):
         coalesced([averaged.get_parameter(name) for name in differing], comm.mean)
     average_buffers(averaged, comm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -33,13 +34,55 @@ def keep_outputs_contiguous(model: nn.Module) -> None:
             module.register_forward_hook(_make_contiguous)
 
 
+def compute_in_any_order(model: nn.Module, inputs: Tensor) -> Any:
+    """model(inputs). If the model calls `view` on what a convolution returns, convolutions return the usual order."""
+    try:
+        return model(inputs)
+    except RuntimeError as error:
+        if not is_view_error(error):
+            raise
+        keep_outputs_contiguous(model)
+        return model(inputs)
+
+
+def usual_copy(model: nn.Module) -> nn.Module:
+    """A copy of a model with all weights in the usual order, and without the hooks of `keep_outputs_contiguous`."""
+    copied = copy.deepcopy(model)
+    for module in copied.modules():
+        weight = module._parameters.get("weight") if isinstance(module, CONVOLUTIONS) else None
+        if weight is not None:
+            weight.data = weight.data.contiguous()
+        for key, hook in list(module._forward_hooks.items()):
+            if hook is _make_contiguous:
+                del module._forward_hooks[key]
+    return copied
+
+
+class ForwardState:
+    """What a forward pass changes: buffers, and the generators of random numbers. To repeat one that failed."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.model, self.device = model, device
+        self.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        self.random = torch.get_rng_state()
+        self.random_on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        """Undo the changes."""
+        for name, value in self.buffers.items():
+            self.model.get_buffer(name).copy_(value)
+        torch.set_rng_state(self.random)
+        if self.random_on_gpu is not None:
+            torch.cuda.set_rng_state(self.random_on_gpu, self.device)
+
+
 def _make_contiguous(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
     return output.contiguous()
 
 
 def is_view_error(error: RuntimeError) -> bool:
     """Whether an error says that `view` was called on a tensor in another order than the usual one."""
-    return "view size is not compatible" in str(error)
+    return any(words in str(error) for words in ("view size is not compatible", "Cannot view a tensor with shape"))
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from thinwire.comm.collectives import coalesced
 from thinwire.common.tensors import named_tensors
 from thinwire.strategies.replicas import average_buffers
 from thinwire.strategies.stages.layout import StageLayout
+from thinwire.surgery.memory_format import usual_copy
 from thinwire.surgery.meta import to_meta, with_tensors
 
 
@@ -62,7 +63,7 @@ class CutModel:
 
     def gather(self, heads: bool = False) -> list[dict[str, Tensor]]:
         """Every stage's tensors on every rank, with or without those of heads. Collective."""
-        own = copy.deepcopy(self.stage)
+        own = usual_copy(self.stage)
         average_buffers(own, self.layout.replicas)
         gathered = []
         with self.comm.ledger.purpose("sync", instead_of="train"):
