@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from ddp import ddp
 from floor_rows import DDP, FP16_HOOK, POWERSGD_HOOK, Row
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from thinwire import registry
@@ -73,10 +73,7 @@ class HandWritten:
 
 
 class OfTorch(HandWritten):
-    """The same with DDP, and with a hook of torch. Bytes are those of a ring all-reduce of what is sent.
-
-    DDP has its faster settings: gradients are views of what was received, not copies, and buffers are not sent.
-    """
+    """The same with DDP, and with a hook of torch. Bytes are those of a ring all-reduce of what is sent."""
 
     def __init__(self, name: str, model: nn.Module, batch: Batch, comm: tw.Comm) -> None:
         self.name, self.ranks, self.steps = name, comm.size, 0
@@ -87,17 +84,12 @@ class OfTorch(HandWritten):
 
     def _wrapped(self, model: nn.Module) -> nn.Module:
         one_bucket = {"bucket_cap_mb": 1000} if self.name == POWERSGD_HOOK else {}  # with two its hook hangs on gloo
-        ddp = DistributedDataParallel(
-            model,
-            gradient_as_bucket_view=True,
-            broadcast_buffers=False,
-            **one_bucket,  # type: ignore[arg-type]
-        )
+        wrapped = ddp(model, **one_bucket)
         if self.name == FP16_HOOK:
-            ddp.register_comm_hook(None, fp16_compress_hook)
+            wrapped.register_comm_hook(None, fp16_compress_hook)
         elif self.name == POWERSGD_HOOK:
-            ddp.register_comm_hook(self.state, powerSGD_hook)
-        return ddp
+            wrapped.register_comm_hook(self.state, powerSGD_hook)
+        return wrapped
 
     def step(self) -> None:
         super().step()
