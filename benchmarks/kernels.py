@@ -76,7 +76,8 @@ def sweep(mib: int) -> dict[str, dict[str, float]]:
     """Shares of the copy's rate by kernel and program, of Triton's kernels."""
     from thinwire.kernels import triton
 
-    rate, shares = copy_rate(mib), {}
+    rate = copy_rate(mib)
+    shares: dict[str, dict[str, float]] = {}
     for what, case in cases(triton, mib * 2**18, num_buffers_for(mib), "cuda"):
         for elements in SWEEP_ELEMENTS:
             for warps in SWEEP_WARPS:
