@@ -1,7 +1,7 @@
 """How close does each method come to what its wire allows? Measured steps against compute and wire floor, in one run.
 
     python benchmarks/floor.py [--device auto|cpu|cuda] [--links 1gbit 10gbit none 100mbit] [--only PART …]
-                               [--out speed.json] [--resume] [--minutes M] [--seconds 4] [--ranks 4]
+                               [--out speed.json] [--resume [--stale]] [--minutes M] [--seconds 4] [--ranks 4]
     python benchmarks/floor.py --render docs
 
 Ranks are on hosts of their own, one each, joined by the link; for daso there are two on each host. `none` is the
@@ -12,18 +12,16 @@ max(compute, floor), or compute + floor where a method blocks. All rows are meas
 other links; `--only` takes rows whose name is one of its words, or contains one that is no row's name, on each link. A
 row that fails is shown with its reason.
 
-Each row is added to the file when it is done. `--resume` measures what is missing there. `--render docs` draws
-docs/speed.md and its pictures from docs/speed-gpu.json and docs/speed-cpu.json. Hosts need root, or user namespaces.
+Each row is added to the file when it is done, with its date and the revision of the code. `--resume` measures what is
+missing there, `--resume --stale` also what is of another revision. `--render docs` draws docs/speed.md and its pictures
+from docs/speed-gpu.json and docs/speed-cpu.json. Hosts need root, or user namespaces.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -33,11 +31,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import floor_render
-from floor_processes import free_ports, started, why
-from floor_results import LINKS, Found, Results, line
-from floor_rows import Row, selected
+from conditions import Found, chosen_kernels, command, hardware, revision, today, versions
+from floor_processes import free_ports, started, threads_of, why
+from floor_results import LINKS, Results
+from floor_rows import Row, by_hosts, selected
 
-from thinwire import __version__, netlab
+from thinwire import netlab
 
 DEFAULTS = {"cuda": ("resnet18", 128), "cpu": ("mlp(width=1024, depth=3)", 16)}  # model, and batch of a rank
 ROW_LIMIT_SECONDS, START_LIMIT_SECONDS = 150, 90  # without a result for this long, a row has failed
@@ -55,9 +54,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0, help="for everything; then what was found is shown")
     parser.add_argument("--out", type=Path, help="default: speed-gpu.json or speed-cpu.json")
     parser.add_argument("--resume", action="store_true", help="measure what is missing in --out")
+    parser.add_argument("--stale", action="store_true", help="with --resume: also what is of another revision")
     parser.add_argument("--render", type=Path, metavar="FOLDER", help="draw the page in this folder, measure nothing")
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.stale and not options.resume:
+        parser.error("--stale is for --resume")
     if options.job:
         run_job(json.loads(options.job.read_text()))
     elif options.render:
@@ -97,6 +99,15 @@ class Measuring:
         same = {key: self.results.data[key] for key in ("device", "model", "batch_size")}
         return {**same, "budget": self.options.seconds, "limit": ROW_LIMIT_SECONDS, **more}
 
+    def stamp(self, ranks: int) -> Found:
+        """The conditions of one measurement, with so many ranks."""
+        same = {"date": today(), "revision": revision(), "threads": threads_of(ranks), "seconds": self.options.seconds}
+        return same | chosen_kernels()
+
+    def add_row(self, found: Found) -> None:
+        """Add a row to the results."""
+        self.results.add_row({**found, **self.stamp(self.options.ranks)})
+
     def say(self, text: str) -> None:
         """One line about what is done, with the time that is left."""
         self.num_left -= 1
@@ -111,7 +122,7 @@ class Measuring:
                 done, reason = self._watch(job, lab)
             rows = rows[done:]
             if reason and rows:
-                self.results.add_row({"link": link, "row": rows[0].name, "failed": reason})
+                self.add_row({"link": link, "row": rows[0].name, "failed": reason})
                 self.say(f"{link}: {rows[0].name} failed: {reason}")
                 rows = rows[1:]
 
@@ -123,9 +134,9 @@ class Measuring:
                 time.sleep(0.1)
                 if (folder / f"row-{done}.json").exists():
                     found = json.loads((folder / f"row-{done}.json").read_text())
-                    self.results.add_row(found)
+                    self.add_row(found)
                     self.took.append(time.monotonic() - since)
-                    self.say(f"{found['link']}: {found['row']}: {describe(found)}")
+                    self.say(f"{found['link']}: {found['row']}: {floor_render.row_summary(found)}")
                     done, since = done + 1, time.monotonic()
                 elif time.monotonic() > self.end:
                     return done, ""
@@ -151,7 +162,7 @@ class Measuring:
                 return
             file = Path(folder, "row-0.json")
             found = json.loads(file.read_text()) if file.exists() else {"name": name, "failed": why(Path(folder))}
-        self.results.add_trainer(found)
+        self.results.add_trainer({**found, **self.stamp(1)})
         self.say(f"trainer alone: {name}: {found.get('failed') or floor_render.trainer_summary(found)}")
 
 
@@ -162,9 +173,10 @@ def measure_all(options: argparse.Namespace) -> None:
     results = Results(out, about, options.resume)
     results.save()
     measuring = Measuring(options, results)
-    cases = [name for name in trainer_names(about["device"], options.only) if not results.has_trainer(name)]
+    wanted = revision() if options.stale else None  # None: any
+    cases = [name for name in trainer_names(about["device"], options.only) if not results.has_trainer(name, wanted)]
     rows = {link: selected(link, options.only, about["device"]) for link in options.links}
-    rows = {link: [row for row in own if not results.has_row(link, row.name)] for link, own in rows.items()}
+    rows = {link: [row for row in own if not results.has_row(link, row.name, wanted)] for link, own in rows.items()}
     measuring.num_left = len(cases) + sum(map(len, rows.values()))
     print(
         f"{measuring.num_left} measurements, about {measuring.num_left * measuring.took[0] / 60:.0f} minutes",
@@ -180,15 +192,6 @@ def measure_all(options: argparse.Namespace) -> None:
     print(f"results in {out}")
 
 
-def by_hosts(rows: list[Row], ranks: int, link: str) -> dict[int, list[Row]]:
-    """The rows by the number of hosts that they need; 0 on loopback."""
-    found: dict[int, list[Row]] = {}
-    for row in rows:
-        number = 0 if LINKS[link] is None else ranks // 2 if row.hosts_of_two else ranks
-        found.setdefault(number, []).append(row)
-    return found
-
-
 def on_link(measuring: Measuring, link: str, hosts: int, rows: list[Row]) -> None:
     """Make the hosts, measure the link, and measure rows on it."""
     if not hosts:
@@ -196,20 +199,12 @@ def on_link(measuring: Measuring, link: str, hosts: int, rows: list[Row]) -> Non
         return
     try:
         with netlab.hosts(hosts, link) as lab:
-            measuring.results.data["links"][link] = round(lab.measure().rate_mbit, 1)
+            measuring.results.add_rate(link, hosts, lab.measure().rate_mbit)
             measuring.rows(link, rows, lab)
     except netlab.NotAllowed as error:
         for row in rows:
-            measuring.results.add_row({"link": link, "row": row.name, "failed": str(error)})
+            measuring.add_row({"link": link, "row": row.name, "failed": str(error)})
         measuring.say(f"{link}: {error}")
-
-
-def describe(found: Found) -> str:
-    """A row in a line of progress."""
-    own = line(found)
-    kind = "compute + floor" if own.blocks else "max(compute, floor)"
-    text = f"{own.ms:.1f} ms a step, {own.ratio:.2f} × {kind}"
-    return f"{text} (compute {own.compute:.1f}, floor {own.floor:.1f}, {own.megabytes:.2f} MB)"
 
 
 def trainer_names(device: str, only: list[str]) -> list[str]:
@@ -230,15 +225,12 @@ def facts(options: argparse.Namespace) -> Found:
         sys.exit("--device cuda, but torch finds no GPU here; use --device cpu")
     model, batch_size = DEFAULTS[device]
     model = options.model or model
-    words = [word.name if isinstance(word, Path) else word for word in sys.argv[1:]]
-    if options.out:  # no folder of a machine
-        words = [options.out.name if word == str(options.out) else word for word in words]
     return {
-        "date": datetime.date.today().isoformat(),
-        "commands": [shlex.join(["python", "benchmarks/floor.py", *words])],
+        "date": today(),
+        "commands": [command()],
         "device": device,
-        "hardware": {"gpu": torch.cuda.get_device_name() if device == "cuda" else None, "cpus": os.cpu_count()},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "thinwire": __version__},
+        "hardware": hardware(device),
+        "versions": versions(),
         "model": model,
         "parameters": sum(p.numel() for p in make_model(model).parameters()),
         "batch_size": options.batch_size or batch_size,

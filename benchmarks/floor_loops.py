@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from ddp import ddp
 from floor_rows import DDP, FP16_HOOK, POWERSGD_HOOK, Row
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from thinwire import registry
@@ -77,18 +77,19 @@ class OfTorch(HandWritten):
 
     def __init__(self, name: str, model: nn.Module, batch: Batch, comm: tw.Comm) -> None:
         self.name, self.ranks, self.steps = name, comm.size, 0
+        self.has_hosts = len(set(comm.nodes)) > 1  # torch's rows are measured with one rank on each
         self.size = 4 * sum(p.numel() for p in model.parameters())
         self.state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=START_POWERSGD)
         super().__init__(model, batch, self._wrapped)
 
     def _wrapped(self, model: nn.Module) -> nn.Module:
         one_bucket = {"bucket_cap_mb": 1000} if self.name == POWERSGD_HOOK else {}  # with two its hook hangs on gloo
-        ddp = DistributedDataParallel(model, **one_bucket)  # type: ignore[arg-type]
+        wrapped = ddp(model, **one_bucket)
         if self.name == FP16_HOOK:
-            ddp.register_comm_hook(None, fp16_compress_hook)
+            wrapped.register_comm_hook(None, fp16_compress_hook)
         elif self.name == POWERSGD_HOOK:
-            ddp.register_comm_hook(self.state, powerSGD_hook)
-        return ddp
+            wrapped.register_comm_hook(self.state, powerSGD_hook)
+        return wrapped
 
     def step(self) -> None:
         super().step()
@@ -101,7 +102,7 @@ class OfTorch(HandWritten):
             POWERSGD_HOOK: 4 * self.state.total_numel_after_compression,
         }[self.name]
         num_bytes = all_reduce_bytes(payload, self.ranks)
-        return num_bytes, num_bytes  # torch's rows are measured with one rank on each host
+        return num_bytes, num_bytes if self.has_hosts else 0
 
 
 class OfThinwire:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from floor_results import Found
+from conditions import Found
 
 from thinwire import netlab
 
@@ -22,8 +22,7 @@ def started(job: Found, ranks: int, lab: Sequence[netlab.Host] | None) -> Iterat
     folder = Path(job["folder"])
     (folder / "job.json").write_text(json.dumps(job))
     command = [sys.executable, str(Path(__file__).resolve().with_name("floor.py")), "--job", str(folder / "job.json")]
-    threads = str(max(1, len(os.sched_getaffinity(0)) // ranks - 1))
-    env = {**os.environ, "OMP_NUM_THREADS": threads, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads_of(ranks)), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     if "rows" in job:
         address = lab[0].address if lab else "127.0.0.1"
         env |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": address, "MASTER_PORT": str(job["ports"][0])}
@@ -38,6 +37,11 @@ def started(job: Found, ranks: int, lab: Sequence[netlab.Host] | None) -> Iterat
             stack.callback(process.kill)
             processes.append(process)
         yield processes
+
+
+def threads_of(ranks: int) -> int:
+    """Threads of each of so many ranks: its share of the cores, less one for its exchanges."""
+    return max(1, len(os.sched_getaffinity(0)) // ranks - 1)
 
 
 def why(folder: Path) -> str:

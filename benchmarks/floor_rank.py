@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from conditions import Found
 from floor_loops import HandWritten, Loop, make_batch, make_loop, make_model
-from floor_results import Found, plan
+from floor_results import plan
 from floor_rows import BY_NAME, Row
 
 import thinwire as tw
@@ -104,30 +105,34 @@ def measure(row: Row, job: Found, computing: Computing, comm: tw.Comm, device: t
 
 
 def one_round(loop: Loop, steps: int, device: torch.device) -> Found:
-    """Seconds, and bytes of a step, on this rank. Ranks do not wait for each other between rounds."""
+    """Seconds and bytes of some steps, on this rank. Ranks do not wait for each other between rounds."""
     before = loop.sent()
     seconds = timed(loop, steps, device)
     rank_bytes, between = (after - earlier for after, earlier in zip(loop.sent(), before, strict=True))
-    return {"seconds": seconds, "steps": steps, "rank_bytes": rank_bytes / steps, "between_bytes": between / steps}
+    return {"seconds": seconds, "steps": steps, "rank_bytes": rank_bytes, "between_bytes": between}
 
 
 def combined(row: Row, by_rank: list[Found]) -> Found:
-    """The results of all ranks as one: times are means over ranks, bytes those of the busiest rank and host."""
+    """The results of all ranks as one: times are means over ranks, bytes those of the busiest rank and host.
+
+    Bytes of a step are those of all rounds ÷ all steps, because ranks may take turns at sending more.
+    """
     rounds = list(zip(*(rank["rounds"] for rank in by_rank), strict=True))
     computes = zip(*(rank["compute"] for rank in by_rank), strict=True)
-    between: dict[int, float] = {}
+    steps = sum(one[0]["steps"] for one in rounds)
+    between: dict[int, int] = {}
     for rank in by_rank:
-        own = statistics.median(one["between_bytes"] for one in rank["rounds"])
-        between[rank["node"]] = between.get(rank["node"], 0.0) + own
+        own = sum(one["between_bytes"] for one in rank["rounds"])
+        between[rank["node"]] = between.get(rank["node"], 0) + own
     counted = [rank["by_kernel"] for rank in by_rank if rank["by_kernel"] is not None]
     return {
         "row": row.name,
         "blocks": row.blocks,
-        "steps": sum(one[0]["steps"] for one in rounds),
+        "steps": steps,
         "rounds_ms": [round(1e3 * statistics.mean(r["seconds"] / r["steps"] for r in one), 3) for one in rounds],
         "compute_ms": [round(1e3 * statistics.mean(one), 3) for one in computes],
-        "rank_bytes": round(max(statistics.median(r["rank_bytes"] for r in rank["rounds"]) for rank in by_rank)),
-        "host_bytes": round(max(between.values())),
+        "rank_bytes": round(max(sum(one["rank_bytes"] for one in rank["rounds"]) for rank in by_rank) / steps),
+        "host_bytes": round(max(between.values()) / steps),
         "host_bytes_by_kernel": round(max(counted)) if counted else None,
         "memory_bytes": by_rank[0]["memory"],
     }

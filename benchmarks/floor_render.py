@@ -8,13 +8,16 @@ import statistics
 from html import escape
 from pathlib import Path
 
-from floor_results import BY_HAND, LINKS, Found, Line, line
+from conditions import Found, where
+from floor_results import BY_HAND, LINKS, Line, line
 from floor_rows import BY_NAME, DDP
 
 SECTIONS = {"gpu": "speed-gpu", "cpu": "speed-cpu"}
-STYLE = """text { font: 13px sans-serif; fill: #333 } .title { font-weight: bold } .bound { fill: #2a78d6 }
-.over { fill: #e0a33e } @media (prefers-color-scheme: dark) { text { fill: #ddd } }"""
-LEFT, WIDTH, ROW = 460, 980, 22
+STYLE = """text { font: 13px sans-serif; fill: #333 } .title { font-weight: bold } .bar { fill: #6ea3dd }
+.mark { fill: #b3261e } @media (prefers-color-scheme: dark) { text { fill: #ddd } .bar { fill: #3a6ea5 }
+.mark { fill: #ffb74d } }"""
+LEFT, WIDTH, ROW = 430, 980, 22
+MOST_LETTERS = 54  # of a name in the picture: as many fit, also in a wide font
 LINK_NAMES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s", "none": "loopback"}
 Table = tuple[list[str], list[list[str]]]  # heads, rows
 
@@ -36,12 +39,18 @@ def link_table(results: Found, link: str) -> Table:
     found = lines(results, link)
     base = next((one for one in found if one.name == DDP), None)
     has_memory = any(one.gigabytes is not None for one in found)
-    heads = ["method", "sent, MB", "floor, ms", "bound, ms", "measured, ms", "÷ bound", "× DDP"]
+    heads = ["method", "sent, MB", "floor, ms", "compute, ms", "bound, ms", "measured, ms", "÷ bound", "× DDP"]
     rows = []
     for one in found:
         bound = f"{one.bound:.1f}{' (sum)' if one.blocks else ''}"
-        cells = [f"`{one.name}`", f"{one.megabytes:.2f}", f"{one.floor:.1f}" if one.floor else "–", bound]
-        cells += [f"{one.ms:.1f}", f"{one.ratio:.2f}", f"{one.ms / base.ms:.2f}" if base else "–"]
+        cells = [f"`{one.name}`", f"{one.megabytes:.2f}", f"{one.floor:.1f}" if one.floor else "–"]
+        cells += [
+            f"{one.compute:.1f}",
+            bound,
+            f"{one.ms:.1f}",
+            f"{one.ratio:.2f}",
+            f"{one.ms / base.ms:.2f}" if base else "–",
+        ]
         if has_memory:
             memory = one.gigabytes or 0.0
             over = f" (× {memory / base.gigabytes:.2f})" if base and base.gigabytes else ""
@@ -73,8 +82,16 @@ def trainer_table(results: Found) -> Table:
     return ["model", "loop", "ms a step", "× written by hand"], rows
 
 
+def row_summary(found: Found) -> str:
+    """A row in a line of progress."""
+    own = line(found)
+    kind = "compute + floor" if own.blocks else "max(compute, floor)"
+    text = f"{own.ms:.1f} ms a step, {own.ratio:.2f} × {kind}"
+    return f"{text} (compute {own.compute:.1f}, floor {own.floor:.1f}, {own.megabytes:.2f} MB)"
+
+
 def trainer_summary(found: Found) -> str:
-    """The same of one model, in a line of progress."""
+    """The trainer alone with one model, in a line of progress."""
     return ", ".join(f"{name} {statistics.median(times):.2f} ms" for name, times in found["ms"].items())
 
 
@@ -86,22 +103,31 @@ def failures(results: Found) -> list[str]:
 
 
 def about(results: Found) -> str:
-    """What was measured, where and when."""
-    hardware, versions = results["hardware"], results["versions"]
-    where = f"one {hardware['gpu']}, {hardware['cpus']} cores" if hardware["gpu"] else f"{hardware['cpus']} cores"
+    """What was measured, where, and when with which revision."""
+    versions = results["versions"]
     precision = ", bfloat16" if results["device"] == "cuda" else ""
     return (
         f"{results['model']}, {results['parameters'] / 1e6:.2f} M parameters, batch {results['batch_size']} a rank"
-        f"{precision}, {results['ranks']} ranks on {where}; torch {versions['torch']}, Python {versions['python']}, "
-        f"thinwire {versions['thinwire']}; {results['date']}"
+        f"{precision}, {results['ranks']} ranks on {where(results['hardware'])}; torch {versions['torch']}, "
+        f"Python {versions['python']}, thinwire {versions['thinwire']}; {measured_at(results)}"
     )
+
+
+def measured_at(results: Found) -> str:
+    """The revisions and dates of all rows, the oldest first."""
+    dates: dict[str, list[str]] = {}
+    for found in sorted(results["rows"] + results["trainer"], key=lambda one: one["date"]):
+        kernels = f" with {found['kernels']} kernels" if "kernels" in found else ""
+        dates.setdefault(found["revision"] + kernels, []).append(found["date"])
+    texts = [f"{name} ({' to '.join(dict.fromkeys([own[0], own[-1]]))})" for name, own in dates.items()]
+    return "measured at " + " and ".join(texts) if texts else "nothing is measured yet"
 
 
 def compute_text(results: Found, link: str) -> str:
     """The compute times next to all rows of a link: their median and their range show the drift of the machine."""
     times = [ms for row in results["rows"] if row["link"] == link for ms in row.get("compute_ms", [])]
-    rate = results["links"].get(link)
-    measured = f"link measured at {rate:.0f} Mbit/s; " if rate else ""
+    rates = [f"{rate:.0f} Mbit/s ({hosts} hosts)" for hosts, rate in results["links"].get(link, {}).items()]
+    measured = f"link measured at {' and '.join(rates)}; " if rates else ""
     if not times:
         return measured.rstrip("; ")
     return f"{measured}compute {statistics.median(times):.1f} ms ({min(times):.1f} – {max(times):.1f})"
@@ -180,31 +206,43 @@ def section(results: Found, name: str) -> str:
 
 
 def picture(results: Found) -> str:
-    """Bars of the measured step for the main rows of each link: the bound, and what is above it."""
-    parts, y = [], 0
+    """Bars of the measured step for the main rows of each link, with a mark where the bound is."""
+    parts, y = [], 4
     for link in measured_links(results):
         found = [one for one in lines(results, link) if BY_NAME[one.name].main]
         if not found:
             continue
-        parts.append(f'<text class="title" x="0" y="{y + 16}">{LINK_NAMES[link]}: milliseconds of a step</text>')
-        y += 26
-        per_ms = (WIDTH - LEFT - 110) / max(one.ms for one in found)
+        parts.append(f'<text class="title" x="0" y="{y + 13}">{LINK_NAMES[link]}: milliseconds of a step</text>')
+        y += 24
+        per_ms = (WIDTH - LEFT - 110) / max(max(one.ms, one.bound) for one in found)
         for one in found:
-            within, over = min(one.ms, one.bound) * per_ms, max(0.0, one.ms - one.bound) * per_ms
+            bar, mark = one.ms * per_ms, one.bound * per_ms
             parts += [
-                f'<text x="0" y="{y + 13}">{escape(one.name)}</text>',
-                f'<rect class="bound" x="{LEFT}" y="{y}" width="{within:.1f}" height="16"/>',
-                f'<rect class="over" x="{LEFT + within:.1f}" y="{y}" width="{over:.1f}" height="16"/>',
-                f'<text x="{LEFT + within + over + 6:.1f}" y="{y + 13}">{one.ms:.1f}, × {one.ratio:.2f}</text>',
+                f'<text x="0" y="{y + 13}">{escape(shortened(one.name))}</text>',
+                _rect("bar", LEFT, y, bar, 16),
+                _rect("mark", LEFT + mark - 1.5, y - 2, 3, 20),
+                f'<text x="{LEFT + max(bar, mark) + 8:.1f}" y="{y + 13}">{one.ms:.1f}, × {one.ratio:.2f}</text>',
             ]
             y += ROW
-        y += 12
+        y += 14
     parts += [
-        f'<rect class="bound" x="{LEFT}" y="{y}" width="12" height="12"/>'
-        f'<text x="{LEFT + 18}" y="{y + 11}">bound: compute and wire floor</text>',
-        f'<rect class="over" x="{LEFT + 240}" y="{y}" width="12" height="12"/>'
-        f'<text x="{LEFT + 258}" y="{y + 11}">above it</text>',
+        _rect("bar", LEFT, y + 2, 24, 12),
+        f'<text x="{LEFT + 32}" y="{y + 13}">measured; the number after × is measured ÷ bound</text>',
+        _rect("mark", LEFT + 10.5, y + ROW - 2, 3, 20),
+        f'<text x="{LEFT + 32}" y="{y + ROW + 13}">bound, from compute and wire floor</text>',
     ]
-    height = y + 20
+    height = y + 2 * ROW + 4
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}">'
     return "\n".join([head, f"<style>{STYLE}</style>", *parts, "</svg>", ""])
+
+
+def _rect(kind: str, x: float, y: float, width: float, height: float) -> str:
+    return f'<rect class="{kind}" x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height}"/>'
+
+
+def shortened(name: str) -> str:
+    """A name that fits on the left of the bars: without its last settings if it is long."""
+    if len(name) <= MOST_LETTERS:
+        return name
+    kept = name[: MOST_LETTERS - 4]
+    return f"{kept.rpartition(', ')[0]}, …)" if ", " in kept else f"{kept}…"

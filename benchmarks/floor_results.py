@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from conditions import Found, write_json
 
 LINKS = {"100mbit": 100.0, "1gbit": 1e3, "10gbit": 1e4, "none": None}  # Mbit/s; none is the loopback interface
 BY_HAND = "written by hand"  # the loop that the trainer alone is compared with
 MOST_ROUNDS, FEWEST_ROUNDS = 5, 2
-Found = dict[str, Any]
 
 
 class Line(NamedTuple):
@@ -57,7 +57,11 @@ def line(found: Found) -> Line:
 
 
 class Results:
-    """A results file. Each addition writes it anew, to a new file that replaces the old one."""
+    """A results file. Each addition writes it anew, to a new file that replaces the old one.
+
+    Each row, and each case of the trainer, says itself when and with which revision it was measured. What stands at the
+    head is of the first command; later ones add their own to `commands`.
+    """
 
     def __init__(self, path: Path, about: Found, resume: bool) -> None:
         self.path = path
@@ -68,7 +72,7 @@ class Results:
             differing = [key for key in same if saved[key] != about[key]]
             if differing:
                 raise SystemExit(f"{path} is of another {', '.join(differing)}; give another --out, or no --resume")
-            self.data = {**saved, "date": about["date"], "commands": [*saved["commands"], *about["commands"]]}
+            self.data = {**saved, "commands": [*saved["commands"], *about["commands"]]}
 
     def add_row(self, found: Found) -> None:
         """Add what was found of a row on a link, in place of what was found before."""
@@ -81,17 +85,22 @@ class Results:
         self.data["trainer"] = [t for t in self.data["trainer"] if t["name"] != found["name"]] + [found]
         self.save()
 
-    def has_row(self, link: str, name: str) -> bool:
-        """Whether a row was measured on a link; one that failed was not."""
-        return any((r["link"], r["row"]) == (link, name) and "failed" not in r for r in self.data["rows"])
+    def add_rate(self, link: str, hosts: int, rate_mbit: float) -> None:
+        """Add what a link between so many hosts was measured at."""
+        self.data["links"].setdefault(link, {})[str(hosts)] = round(rate_mbit, 1)
 
-    def has_trainer(self, name: str) -> bool:
-        """Whether the trainer alone was measured with a model."""
-        return any(t["name"] == name and "failed" not in t for t in self.data["trainer"])
+    def has_row(self, link: str, name: str, revision: str | None = None) -> bool:
+        """Whether a row was measured on a link, of this revision if one is given; one that failed was not."""
+        return any((r["link"], r["row"]) == (link, name) and _counts(r, revision) for r in self.data["rows"])
+
+    def has_trainer(self, name: str, revision: str | None = None) -> bool:
+        """Whether the trainer alone was measured with a model, of this revision if one is given."""
+        return any(t["name"] == name and _counts(t, revision) for t in self.data["trainer"])
 
     def save(self) -> None:
         """Write the file."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        new = self.path.with_name(self.path.name + ".new")
-        new.write_text(json.dumps(self.data, indent=1, ensure_ascii=False) + "\n")
-        os.replace(new, self.path)
+        write_json(self.path, self.data)
+
+
+def _counts(found: Found, revision: str | None) -> bool:
+    return "failed" not in found and revision in (None, found["revision"])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 DDP = "DDP"
 FP16_HOOK = "DDP, fp16_compress_hook"
 POWERSGD_HOOK = "DDP, powerSGD_hook, rank 4"
+LOOPBACK = "none"  # the link of rows without hosts
 FULL_LINK = "1gbit"  # on this link all rows are measured; on the others the main ones
 
 
@@ -72,6 +73,15 @@ def selected(link: str, only: list[str], device: str) -> list[Row]:
     if only:
         return [row for row in possible if any(_names(word, row.name) for word in only)]
     return [row for row in possible if row.main or link == FULL_LINK]
+
+
+def by_hosts(rows: list[Row], ranks: int, link: str) -> dict[int, list[Row]]:
+    """The rows by the number of hosts that they need; 0 on loopback."""
+    found: dict[int, list[Row]] = {}
+    for row in rows:
+        number = 0 if link == LOOPBACK else ranks // 2 if row.hosts_of_two else ranks
+        found.setdefault(number, []).append(row)
+    return found
 
 
 def _names(word: str, name: str) -> bool:

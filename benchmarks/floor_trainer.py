@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from floor_results import BY_HAND, Found
+from conditions import Found
+from floor_results import BY_HAND
 from torch import Tensor, nn
 
 import thinwire as tw

@@ -6,7 +6,8 @@
 On a GPU the table has the share of the copy's rate: (bytes that a kernel must read and write ÷ its time) ÷ (bytes ÷
 time of a copy). Launches are recorded in a CUDA graph, so that Python is not measured, and go round several buffers,
 so that no cache has the data. `--sweep` measures Triton's kernels with other programs: elements and warps.
-On a CPU the table has times, in one thread, as multiples of one copy of 25 MiB.
+On a CPU the table has times, in one thread, as multiples of one copy of 25 MiB. Results go to buffers that are reused;
+in the row "allocating", thinwire.kernels does the same with new tensors.
 """
 
 from __future__ import annotations
@@ -14,35 +15,25 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import json
-import platform
+import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import torch
+from conditions import conditions, where, write_json
+from kernels_cases import BLOCK, BLOCKS, KEY, LEVELS, Run, cases
 from torch import Tensor
 
-from thinwire.kernels import VERSIONS, Layout
+from thinwire import kernels
+from thinwire.kernels import VERSIONS, dispatch
 
-RANKS, KEY, LEVELS, BLOCK = 4, 12345, 31, 512
-BLOCKS = {8: 512, 4: 256, 2: 64}  # as maxnorm has them
 L2_BYTES = 128 * 2**20  # buffers together are at least as large: more than the largest cache
 ROUNDS = 15
 CPU_MIB = 25
 SWEEP_ELEMENTS, SWEEP_WARPS = (512, 1024, 2048, 4096, 8192), (1, 2, 4, 8)
 GOALS = {"quantise 8 + dequantise": "goal: compiled ≤ 2"}
-
-Run = Callable[[], object]
-
-
-class Case(NamedTuple):
-    """A kernel: what it is called in Triton's table of launches, bytes that it moves, and one run for each buffer."""
-
-    launch: str
-    num_bytes: float
-    runs: list[Run]
 
 
 def main() -> None:
@@ -51,88 +42,18 @@ def main() -> None:
     parser.add_argument("--sizes-mib", type=int, nargs="+", default=[16, 64, 256, 1024])
     parser.add_argument("--versions", nargs="+", choices=list(VERSIONS))
     parser.add_argument("--sweep", action="store_true", help="other programs for Triton's kernels, at the last size")
-    parser.add_argument("--json", help="write what was measured to this file")
+    parser.add_argument("--json", type=Path, help="write what was measured to this file")
     options = parser.parse_args()
     versions = options.versions or [v for v in VERSIONS if options.device == "cuda" or v != "triton"]
-    found: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.processor(),
-        "torch": torch.__version__,
-    }
+    found = conditions(options.device)
     if options.device == "cpu":
         found["times of a copy"] = on_cpu(versions)
     else:
         found["sweep"] = sweep(options.sizes_mib[-1]) if options.sweep else {}
         found["shares of the copy rate"] = {f"{mib} MiB": on_gpu(mib, versions) for mib in options.sizes_mib}
     if options.json:
-        with open(options.json, "w") as file:
-            json.dump(found, file, indent=1)
+        write_json(options.json, found)
     print_found(found)
-
-
-# ---- what is measured
-
-
-def cases(version: Any, count: int, num_buffers: int, device: str) -> Iterator[tuple[str, Case]]:
-    """Every kernel with outputs in buffers that are reused; each is made when it is asked for."""
-    generator = torch.Generator(device).manual_seed(0)
-    xs = [torch.randn(count, device=device, generator=generator) for _ in range(num_buffers)]
-    outs = [torch.empty_like(x) for x in xs]
-    codes = [torch.empty(count, dtype=torch.int8, device=device) for _ in xs]
-    scales = [torch.empty(-(-count // BLOCK), device=device) for _ in xs]
-    some = 4 * len(scales[0])
-
-    def case(launch: str, num_bytes: float, run: Callable[[int], object]) -> Case:
-        return Case(launch, num_bytes, [functools.partial(run, i) for i in range(num_buffers)])
-
-    yield "abs-max", case("abs_max", 4 * count + some, lambda i: version.abs_max(xs[i], BLOCK, scales[i]))
-    for key, error in ((KEY, False), (None, True)):
-        yield "quantise 8" + with_error(error), case(
-            "quantise", count * (9 if error else 5) + some,
-            lambda i, key=key, error=error: version.quantise(
-                xs[i], scales[i], LEVELS, BLOCK, key, codes[i], outs[i] if error else None
-            ),
-        )  # fmt: skip
-    yield "dequantise 8", case(
-        "dequantise", 5 * count + some,
-        lambda i: version.dequantise(codes[i], scales[i], LEVELS, BLOCK, None, outs[i]),
-    )  # fmt: skip
-    yield "what 8 bits lost", case(
-        "dequantise", 9 * count + some,
-        lambda i: version.dequantise(codes[i], scales[i], LEVELS, BLOCK, xs[i], outs[i]),
-    )  # fmt: skip
-    for bits in BLOCKS:
-        yield from word_cases(version, bits, xs, outs, case)
-
-
-def word_cases(
-    version: Any, bits: int, xs: list[Tensor], outs: list[Tensor], case: Callable[..., Case]
-) -> Iterator[tuple[str, Case]]:
-    count, device = xs[0].numel(), xs[0].device
-    layout = Layout(count // RANKS, bits, BLOCKS[bits])
-    words = [torch.empty(RANKS, layout.row_bytes, dtype=torch.uint8, device=device) for _ in xs]
-    num_bytes = words[0].numel()
-    for key, error in ((KEY, False), (None, True)):
-        yield f"pack {bits}" + with_error(error), case(
-            f"encode{bits}", count * (8 if error else 4) + num_bytes,
-            lambda i, key=key, error=error: version.encode(
-                xs[i], layout, key, words[i], outs[i] if error else None
-            ),
-        )  # fmt: skip
-    yield (
-        f"unpack {bits}",
-        case(
-            f"decode_mean{bits}", num_bytes + 4 * count, lambda i: version.decode_mean(words[i][None], layout, outs[i])
-        ),
-    )
-    received = [torch.stack([words[(i + j) % len(words)] for j in range(RANKS)]) for i in range(len(words))]
-    yield f"unpack {bits} + accumulate", case(
-        f"decode_mean{bits}", RANKS * num_bytes + 4 * count,
-        lambda i: version.decode_mean(received[i], layout, outs[i]),
-    )  # fmt: skip
-
-
-def with_error(error: bool) -> str:
-    return " + error feedback" if error else ""
 
 
 # ---- on a GPU
@@ -155,7 +76,8 @@ def sweep(mib: int) -> dict[str, dict[str, float]]:
     """Shares of the copy's rate by kernel and program, of Triton's kernels."""
     from thinwire.kernels import triton
 
-    rate, shares = copy_rate(mib), {}
+    rate = copy_rate(mib)
+    shares: dict[str, dict[str, float]] = {}
     for what, case in cases(triton, mib * 2**18, num_buffers_for(mib), "cuda"):
         for elements in SWEEP_ELEMENTS:
             for warps in SWEEP_WARPS:
@@ -207,6 +129,7 @@ def gpu_seconds(runs: list[Run], rounds: int = ROUNDS) -> float:
 def on_cpu(versions: list[str]) -> dict[str, dict[str, float]]:
     """Times as multiples of one copy, by kernel and version."""
     torch.set_num_threads(1)
+    torch.empty(30 * 2**18)  # freed at once: from now on glibc keeps memory, as in a process that has trained a while
     count = CPU_MIB * 2**18
     x = torch.randn(count)
     copied = torch.empty_like(x)
@@ -216,13 +139,27 @@ def on_cpu(versions: list[str]) -> dict[str, dict[str, float]]:
         made = {what: case.runs[0] for what, case in cases(version, count, 1, "cpu")}
         made["quantise 8 + dequantise"] = in_turn(made, ["quantise 8", "dequantise 8"])
         made["… and abs-max"] = in_turn(made, ["abs-max", "quantise 8", "dequantise 8"])
+        made["… and abs-max, allocating"] = functools.partial(with_new_tensors, x)
         for bits in BLOCKS:
             made[f"pack {bits} + unpack"] = in_turn(made, [f"pack {bits}", f"unpack {bits}"])
+        choose(name)
         for what, run in made.items():
             run()
             pairs = [(seconds(functools.partial(copied.copy_, x)), seconds(run)) for _ in range(ROUNDS)]
             ratios.setdefault(what, {})[name] = statistics.median(took / copy for copy, took in pairs)
     return ratios
+
+
+def with_new_tensors(x: Tensor) -> Tensor:
+    """Through 8 bits and back, by the functions that reducers call."""
+    scales = kernels.abs_max(x, BLOCK)
+    return kernels.dequantise(kernels.quantise(x, scales, LEVELS, BLOCK, KEY), scales, LEVELS, BLOCK)
+
+
+def choose(version: str) -> None:
+    """Let thinwire.kernels use a version from now on."""
+    os.environ["THINWIRE_KERNELS"] = version
+    dispatch._chosen_version.cache_clear()
 
 
 def in_turn(made: dict[str, Run], names: list[str]) -> Run:
@@ -240,7 +177,7 @@ def seconds(run: Run) -> float:
 
 
 def print_found(found: dict[str, Any]) -> None:
-    print(f"{found['device']}, torch {found['torch']}")
+    print(f"{where(found['hardware'])}, torch {found['versions']['torch']}, {found['date']}, at {found['revision']}")
     for what, shares in found.get("sweep", {}).items():
         best = sorted(shares.items(), key=lambda item: -item[1])
         print(f"{what:>32}  " + "  ".join(f"{program} {share:.2f}" for program, share in best))

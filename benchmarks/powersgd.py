@@ -2,14 +2,19 @@
 
     python benchmarks/powersgd.py [--links none 100mbit 1gbit] [--ranks 4] [--model resnet18] [--batch-size 128]
                                   [--rank 4] [--bucket-mb 25 1000] [--steps 10] [--rounds 5] [--train-steps 200]
-                                  [--lr 0.05] [--device cuda] [--threads 1] [--json FILE]
+                                  [--batches 8] [--seeds 3] [--lr 0.05] [--device cuda] [--threads 1] [--json FILE]
 
 Each rank is on a host of its own; the link "none" is loopback, without hosts. Rounds alternate between no exchange,
 plain DDP, torch's hook (one bucket: with two it waits for ever) and powersgd with each size of buckets, so that a
-machine that slows down slows down each of them. All take the same update: SGD with momentum 0.9, on a model that was
-copied. Then each kind except the first trains from the same weights on the same batches: pictures that a random
-network has labelled, so that there is something to learn. The loss is the mean over the last tenth of the steps and
-over ranks. Both hooks send everything in float32 and compress from the first step they may: torch's from the third.
+machine that slows down slows down each of them. All take the same update, SGD with momentum 0.9, on a copy of the same
+model. On a GPU all compute in channels_last order. DDP has gradient_as_bucket_view and no broadcast of buffers.
+
+Then each kind except the first trains, on the first link alone: losses do not depend on the link. Each rank has a few
+batches of noise with random labels, which are repeated, so that the loss of the exact mean falls towards 0. The loss at
+the end is the mean over the last tenth of the steps and over ranks. The loss of all steps says how fast it fell. Both
+are given as mean ± standard deviation over seeds; a seed is that of the weights and of the batches. What counts is
+powersgd's loss beside those of the hook and of DDP. All is sent in float32. The hook compresses from the third step on,
+which is the earliest, powersgd from the first.
 """
 
 from __future__ import annotations
@@ -19,26 +24,29 @@ import copy
 import functools
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
+from conditions import conditions, where, write_json
+from ddp import ddp
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from thinwire import netlab, registry
 
+HOOK = "DDP, powerSGD_hook"
 FIRST_COMPRESSED = 2  # torch's hook refuses to begin earlier, because DDP groups its buckets anew after the first step
 LIMIT_SECONDS = 1800  # for one link
 PORT = "29533"
+SHAPE, CLASSES = (3, 32, 32), 10
 
 Batch = tuple[Tensor, Tensor]
 Step = Callable[[Batch], Any]
@@ -53,61 +61,76 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=4, help="of the approximation")
     parser.add_argument("--bucket-mb", type=float, nargs="+", default=[25.0, 1000.0], help="of powersgd")
     parser.add_argument("--steps", type=int, default=10, help="in each round")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="0: train alone")
     parser.add_argument("--train-steps", type=int, default=200, help="0: time steps alone")
+    parser.add_argument("--batches", type=int, default=8, help="of each rank, which are repeated")
+    parser.add_argument("--seeds", type=int, default=3, help="trainings of each kind")
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", help="write all measurements to this file")
+    parser.add_argument("--json", type=Path, help="write all measurements to this file")
     parser.add_argument("--role", choices=["rank"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.role == "rank":
         measure(options)
         return
-    found = {}
+    found = {**conditions(options.device), "links": {}}
     for link in options.links:
-        found[link] = on_hosts(options, link)
-        report(link, found[link], options)
-    if options.json:
-        about = {"date": time.strftime("%F"), "torch": torch.__version__, "python": platform.python_version()}
-        about |= {"device": torch.cuda.get_device_name() if options.device == "cuda" else platform.processor()}
-        with open(options.json, "w") as file:
-            json.dump({**about, "command": " ".join(sys.argv), "links": found}, file, indent=1)
+        own = on_hosts(options, link, [] if link == options.links[0] else ["--train-steps", "0"])
+        found["links"][link] = own
+        if options.json:
+            write_json(options.json, found)
+        report(link, own, options, found)
 
 
 # ---- on the hosts
 
 
 def measure(options: argparse.Namespace) -> None:
-    """On one rank: print the seconds of each kind of step, and its losses."""
+    """On one rank: print the seconds of each kind of step, and its losses for each seed."""
     torch.set_num_threads(options.threads)
     with tw.join("gloo", device=options.device) as comm:
-        torch.manual_seed(0)
-        model = registry.build("models", options.model, (3, 32, 32), 10).to(options.device)
-        makers = kinds(model, options, comm)
-        batches = list(make_batches(8, options, comm.rank))
-        steps = {kind: make() for kind, make in makers.items()}
-        for step in steps.values():
-            timed(step, batches[: 2 + FIRST_COMPRESSED], comm, options)
-        times: dict[str, list[float]] = {kind: [] for kind in steps}
-        for _ in range(options.rounds):
-            for kind, step in steps.items():
-                run = [batches[i % len(batches)] for i in range(options.steps)]
-                times[kind].append(timed(step, run, comm, options) / options.steps)
-        del steps
-        losses = {kind: train(make, options, comm) for kind, make in list(makers.items())[1:]}
+        times = time_kinds(options, comm) if options.rounds else {}
+        losses: dict[str, list[list[float]]] = {}
+        for seed in range(options.seeds if options.train_steps else 0):
+            for kind, make in list(kinds(make_model(options, seed), options, comm).items())[1:]:
+                losses.setdefault(kind, []).append(train(make, options, comm, seed))
         if comm.rank == 0:
             print(json.dumps({"times": times, "losses": losses}))
+
+
+def time_kinds(options: argparse.Namespace, comm: tw.Comm) -> dict[str, list[float]]:
+    """Seconds of a step of each kind, by round."""
+    batches = make_batches(options, comm.rank, seed=0)
+    steps = {kind: make() for kind, make in kinds(make_model(options, seed=0), options, comm).items()}
+    for step in steps.values():
+        timed(step, repeated(batches, 2 + FIRST_COMPRESSED), comm, options)
+    times: dict[str, list[float]] = {kind: [] for kind in steps}
+    for _ in range(options.rounds):
+        for kind, step in steps.items():
+            times[kind].append(timed(step, repeated(batches, options.steps), comm, options) / options.steps)
+    return times
+
+
+def make_model(options: argparse.Namespace, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model: nn.Module = registry.build("models", options.model, SHAPE, CLASSES)
+    return model.to(options.device, memory_format=layout(options))  # type: ignore[call-overload, no-any-return]
+
+
+def layout(options: argparse.Namespace) -> torch.memory_format:
+    """The order in memory of images and of the weights of convolutions: on a GPU as thinwire has it."""
+    return torch.channels_last if options.device == "cuda" else torch.contiguous_format
 
 
 def kinds(model: nn.Module, options: argparse.Namespace, comm: tw.Comm) -> dict[str, Callable[[], Step]]:
     """How to make each kind of step, from a copy of the model."""
 
-    def hooked() -> DistributedDataParallel:
-        ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=1000)
+    def hooked() -> nn.Module:
+        wrapped = ddp(copy.deepcopy(model), bucket_cap_mb=1000)
         state = PowerSGDState(None, options.rank, start_powerSGD_iter=FIRST_COMPRESSED)
-        ddp.register_comm_hook(state, powerSGD_hook)
-        return ddp
+        wrapped.register_comm_hook(state, powerSGD_hook)
+        return wrapped
 
     def ours(bucket_mb: float) -> Step:
         spec = f"data_parallel(reducer=powersgd(rank={options.rank}), bucket_mb={bucket_mb})"
@@ -117,8 +140,8 @@ def kinds(model: nn.Module, options: argparse.Namespace, comm: tw.Comm) -> dict[
 
     makers: dict[str, Callable[[], Step]] = {
         "no exchange": lambda: plain_step(copy.deepcopy(model), options),
-        "DDP": lambda: plain_step(DistributedDataParallel(copy.deepcopy(model)), options),
-        "DDP, powerSGD_hook": lambda: plain_step(hooked(), options),
+        "DDP": lambda: plain_step(ddp(copy.deepcopy(model)), options),
+        HOOK: lambda: plain_step(hooked(), options),
     }
     return makers | {f"powersgd, buckets of {mb:g} MB": functools.partial(ours, mb) for mb in options.bucket_mb}
 
@@ -143,27 +166,25 @@ def sgd(parameters: Any, lr: float) -> torch.optim.Optimizer:
 loss = nn.functional.cross_entropy
 
 
-def make_batches(count: int, options: argparse.Namespace, rank: int) -> Iterator[Batch]:
-    """Pictures of noise, another for each rank, and the labels that a random network gives them."""
-    teacher = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 32), nn.Tanh(), nn.Linear(32, 10))
-    with torch.no_grad():
-        for parameter in teacher.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(7)) / 8)
-    generator = torch.Generator().manual_seed(100 + rank)
-    for _ in range(count):
-        x = torch.randn(options.batch_size, 3, 32, 32, generator=generator)
-        yield x.to(options.device), teacher(x).argmax(1).to(options.device)
+def make_batches(options: argparse.Namespace, rank: int, seed: int) -> list[Batch]:
+    """Images of noise with random labels, others on each rank and for each seed."""
+    generator, count = torch.Generator().manual_seed(1000 * (1 + seed) + rank), options.batch_size
+    images = torch.randn(options.batches * count, *SHAPE, generator=generator)
+    labels = torch.randint(0, CLASSES, (len(images),), generator=generator).to(options.device)
+    images = images.to(options.device, memory_format=layout(options))
+    return list(zip(images.split(count), labels.split(count), strict=True))
 
 
-def train(make: Callable[[], Step], options: argparse.Namespace, comm: tw.Comm) -> list[float]:
+def repeated(batches: list[Batch], count: int) -> list[Batch]:
+    return [batches[i % len(batches)] for i in range(count)]
+
+
+def train(make: Callable[[], Step], options: argparse.Namespace, comm: tw.Comm, seed: int) -> list[float]:
     """The loss of each step, as a mean over ranks."""
-    if not options.train_steps:
-        return []
-    torch.manual_seed(1)  # for dropout
+    torch.manual_seed(seed)  # for dropout
     step = make()
-    found = [
-        torch.as_tensor(step(batch)).reshape(()) for batch in make_batches(options.train_steps, options, comm.rank)
-    ]
+    batches = repeated(make_batches(options, comm.rank, seed), options.train_steps)
+    found = [torch.as_tensor(step(batch)).reshape(()) for batch in batches]
     mean: list[float] = comm.mean(torch.stack(found).float().cpu()).tolist()
     return mean
 
@@ -183,9 +204,9 @@ def timed(step: Step, batches: list[Batch], comm: tw.Comm, options: argparse.Nam
 # ---- on the machine
 
 
-def on_hosts(options: argparse.Namespace, link: str) -> dict[str, Any]:
+def on_hosts(options: argparse.Namespace, link: str, more: list[str]) -> dict[str, Any]:
     """The measurements of rank 0, with one rank on each host; or with all ranks here, for the link "none"."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--role", "rank"]
+    command = [sys.executable, __file__, *sys.argv[1:], *more, "--role", "rank"]
     with netlab.hosts(options.ranks, link) if link != "none" else nullcontext() as hosts, ExitStack() as started:
         address = hosts[0].address if hosts else "127.0.0.1"
         world = {"WORLD_SIZE": str(options.ranks), "MASTER_ADDR": address, "MASTER_PORT": PORT}
@@ -202,24 +223,27 @@ def on_hosts(options: argparse.Namespace, link: str) -> dict[str, Any]:
     return found
 
 
-def report(link: str, found: dict[str, Any], options: argparse.Namespace) -> None:
-    """Print one table."""
-    print(
-        f"\nlink {link}, {options.ranks} ranks, {options.model}, batch {options.batch_size} a rank, "
-        f"rank {options.rank}, {options.device}, torch {torch.__version__}"
-    )
-    hook = found["times"]["DDP, powerSGD_hook"]
-    print(
-        f"{'':>32}{'ms a step':>12}{'fastest – slowest':>20}{'× hook':>9}{'fastest × hook':>16}{'loss at the end':>18}",
-        flush=True,
-    )
-    for kind, times in found["times"].items():
-        took = [1e3 * t for t in times]
+def report(link: str, own: dict[str, Any], options: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Print the tables of one link: times of a step, then losses."""
+    print(f"\nlink {link}, {options.ranks} ranks on {where(found['hardware'])}, torch {found['versions']['torch']}")
+    print(f"{options.model}, batch {options.batch_size} a rank, rank {options.rank}; at {found['revision']}")
+    if own["times"]:
+        print(f"{'':>32}{'ms a step':>12}{'fastest – slowest':>20}{'× hook':>9}{'fastest × hook':>16}")
+    for kind, times in own["times"].items():
+        took, hook = [1e3 * t for t in times], own["times"][HOOK]
         line = f"{kind:>32}{statistics.median(took):12.1f}{f'{min(took):.1f} – {max(took):.1f}':>20}"
-        line += f"{statistics.median(times) / statistics.median(hook):9.3f}{min(times) / min(hook):16.3f}"
-        if losses := found["losses"].get(kind):
-            line += f"{statistics.mean(losses[-max(1, len(losses) // 10) :]):18.4f}"
-        print(line, flush=True)
+        print(f"{line}{statistics.median(times) / statistics.median(hook):9.3f}{min(times) / min(hook):16.3f}")
+    if own["losses"]:
+        print(f"{'':>32}{f'loss after {options.train_steps} steps':>22}{'of all steps':>20}   ({options.seeds} seeds)")
+    for kind, by_seed in own["losses"].items():
+        ends = [losses[-max(1, len(losses) // 10) :] for losses in by_seed]
+        print(f"{kind:>32}{mean_and_spread(ends):>22}{mean_and_spread(by_seed):>20}")
+    sys.stdout.flush()
+
+
+def mean_and_spread(by_seed: list[list[float]]) -> str:
+    means = [statistics.mean(losses) for losses in by_seed]
+    return f"{statistics.mean(means):.4f} ± {statistics.stdev(means) if len(means) > 1 else 0.0:.4f}"
 
 
 if __name__ == "__main__":

@@ -28,10 +28,10 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from ddp import ddp
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from thinwire import kernels, netlab, registry
@@ -148,14 +148,14 @@ def measure_steps(options: argparse.Namespace) -> None:
 
 
 def torch_steps(model: nn.Module, batch: Batch) -> dict[str, Step]:
-    half = DistributedDataParallel(copy.deepcopy(model))
+    half = ddp(copy.deepcopy(model))
     half.register_comm_hook(None, fp16_compress_hook)
-    low_rank = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=1000)  # with two buckets its hook hangs
+    low_rank = ddp(copy.deepcopy(model), bucket_cap_mb=1000)  # with two buckets its hook hangs
     state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=WARMUP_STEPS - 1)
     low_rank.register_comm_hook(state, powerSGD_hook)
     return {
         "no exchange": plain_step(copy.deepcopy(model), batch),
-        "DDP": plain_step(DistributedDataParallel(copy.deepcopy(model)), batch),
+        "DDP": plain_step(ddp(copy.deepcopy(model)), batch),
         "DDP, fp16_compress_hook": plain_step(half, batch),
         "DDP, powerSGD_hook, rank 4": plain_step(low_rank, batch),
     }
