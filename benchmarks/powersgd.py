@@ -2,17 +2,17 @@
 
     python benchmarks/powersgd.py [--links none 100mbit 1gbit] [--ranks 4] [--model resnet18] [--batch-size 128]
                                   [--rank 4] [--bucket-mb 25 1000] [--steps 10] [--rounds 5] [--train-steps 200]
-                                  [--batches 8] [--seeds 3] [--lr 0.05] [--device cuda] [--threads 1] [--json FILE]
+                                  [--task digits] [--data DIR] [--seeds 3] [--lr 0.05] [--device cuda] [--threads 1]
+                                  [--json FILE]
 
 Each rank is on a host of its own; the link "none" is loopback, without hosts. Rounds alternate between no exchange,
 plain DDP, torch's hook (one bucket: with two it waits for ever) and powersgd with each size of buckets, so that a
 machine that slows down slows down each of them. All take the same update, SGD with momentum 0.9, on a copy of the same
 model. On a GPU all compute in channels_last order. DDP has gradient_as_bucket_view and no broadcast of buffers.
 
-Then each kind except the first trains, on the first link alone: losses do not depend on the link. Each rank has a few
-batches of noise with random labels, which are repeated, so that the loss of the exact mean falls towards 0. The loss at
-the end is the mean over the last tenth of the steps and over ranks. The loss of all steps says how fast it fell. Both
-are given as mean ± standard deviation over seeds; a seed is that of the weights and of the batches. What counts is
+Then each kind except the first trains on the data of a task, on the first link alone: losses do not depend on the link.
+The loss at the end is the mean over the last tenth of the steps and over ranks. The loss of all steps says how fast it
+fell. Both are given as mean ± standard deviation over seeds, of weights and of the order of samples. What counts is
 powersgd's loss beside those of the hook and of DDP. All is sent in float32. The hook compresses from the third step on,
 which is the earliest, powersgd from the first.
 """
@@ -22,13 +22,14 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 import thinwire as tw
 from thinwire import netlab, registry
+from thinwire.data import Loader, Shard
+from thinwire.tasks.base import Task
+from thinwire.tasks.loading import load_task
 
 HOOK = "DDP, powerSGD_hook"
 FIRST_COMPRESSED = 2  # torch's hook refuses to begin earlier, because DDP groups its buckets anew after the first step
@@ -63,7 +67,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="in each round")
     parser.add_argument("--rounds", type=int, default=5, help="0: train alone")
     parser.add_argument("--train-steps", type=int, default=200, help="0: time steps alone")
-    parser.add_argument("--batches", type=int, default=8, help="of each rank, which are repeated")
+    parser.add_argument("--task", default="digits", help="to train on; 'thinwire list tasks' has their names")
+    parser.add_argument("--data", type=Path, help="folder with the data of the task")
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each kind")
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -92,29 +97,32 @@ def measure(options: argparse.Namespace) -> None:
     with tw.join("gloo", device=options.device) as comm:
         times = time_kinds(options, comm) if options.rounds else {}
         losses: dict[str, list[list[float]]] = {}
+        task = load_task(options.task, options.data, seed=0)
         for seed in range(options.seeds if options.train_steps else 0):
-            for kind, make in list(kinds(make_model(options, seed), options, comm).items())[1:]:
-                losses.setdefault(kind, []).append(train(make, options, comm, seed))
+            model = make_model(options, seed, task.shape, task.classes)
+            for kind, make in list(kinds(model, options, comm).items())[1:]:
+                losses.setdefault(kind, []).append(train(make, task, options, comm, seed))
         if comm.rank == 0:
             print(json.dumps({"times": times, "losses": losses}))
 
 
 def time_kinds(options: argparse.Namespace, comm: tw.Comm) -> dict[str, list[float]]:
     """Seconds of a step of each kind, by round."""
-    batches = make_batches(options, comm.rank, seed=0)
-    steps = {kind: make() for kind, make in kinds(make_model(options, seed=0), options, comm).items()}
+    batch = make_batch(options, comm.rank)
+    model = make_model(options, 0, SHAPE, CLASSES)
+    steps = {kind: make() for kind, make in kinds(model, options, comm).items()}
     for step in steps.values():
-        timed(step, repeated(batches, 2 + FIRST_COMPRESSED), comm, options)
+        timed(step, [batch] * (2 + FIRST_COMPRESSED), comm, options)
     times: dict[str, list[float]] = {kind: [] for kind in steps}
     for _ in range(options.rounds):
         for kind, step in steps.items():
-            times[kind].append(timed(step, repeated(batches, options.steps), comm, options) / options.steps)
+            times[kind].append(timed(step, [batch] * options.steps, comm, options) / options.steps)
     return times
 
 
-def make_model(options: argparse.Namespace, seed: int) -> nn.Module:
+def make_model(options: argparse.Namespace, seed: int, shape: tuple[int, ...], classes: int) -> nn.Module:
     torch.manual_seed(seed)
-    model: nn.Module = registry.build("models", options.model, SHAPE, CLASSES)
+    model: nn.Module = registry.build("models", options.model, shape, classes)
     return model.to(options.device, memory_format=layout(options))  # type: ignore[call-overload, no-any-return]
 
 
@@ -166,24 +174,29 @@ def sgd(parameters: Any, lr: float) -> torch.optim.Optimizer:
 loss = nn.functional.cross_entropy
 
 
-def make_batches(options: argparse.Namespace, rank: int, seed: int) -> list[Batch]:
-    """Images of noise with random labels, others on each rank and for each seed."""
-    generator, count = torch.Generator().manual_seed(1000 * (1 + seed) + rank), options.batch_size
-    images = torch.randn(options.batches * count, *SHAPE, generator=generator)
+def make_batch(options: argparse.Namespace, rank: int) -> Batch:
+    """Images of noise with random labels, others on each rank."""
+    generator = torch.Generator().manual_seed(1 + rank)
+    images = torch.randn(options.batch_size, *SHAPE, generator=generator)
     labels = torch.randint(0, CLASSES, (len(images),), generator=generator).to(options.device)
-    images = images.to(options.device, memory_format=layout(options))
-    return list(zip(images.split(count), labels.split(count), strict=True))
+    return images.to(options.device, memory_format=layout(options)), labels
 
 
-def repeated(batches: list[Batch], count: int) -> list[Batch]:
-    return [batches[i % len(batches)] for i in range(count)]
+def task_batches(task: Task, options: argparse.Namespace, comm: tw.Comm, seed: int) -> Iterator[Batch]:
+    """This rank's batches of one epoch after the other."""
+    loader = Loader(task.train, Shard(comm.rank, comm.size), options.batch_size, seed=seed)
+    while True:
+        for inputs, targets in loader:
+            images = task.transform(inputs.to(options.device), None)
+            order = layout(options) if images.dim() == 4 else torch.contiguous_format
+            yield images.contiguous(memory_format=order), targets.to(options.device)
 
 
-def train(make: Callable[[], Step], options: argparse.Namespace, comm: tw.Comm, seed: int) -> list[float]:
+def train(make: Callable[[], Step], task: Task, options: argparse.Namespace, comm: tw.Comm, seed: int) -> list[float]:
     """The loss of each step, as a mean over ranks."""
     torch.manual_seed(seed)  # for dropout
     step = make()
-    batches = repeated(make_batches(options, comm.rank, seed), options.train_steps)
+    batches = itertools.islice(task_batches(task, options, comm, seed), options.train_steps)
     found = [torch.as_tensor(step(batch)).reshape(()) for batch in batches]
     mean: list[float] = comm.mean(torch.stack(found).float().cpu()).tolist()
     return mean
@@ -234,7 +247,8 @@ def report(link: str, own: dict[str, Any], options: argparse.Namespace, found: d
         line = f"{kind:>32}{statistics.median(took):12.1f}{f'{min(took):.1f} – {max(took):.1f}':>20}"
         print(f"{line}{statistics.median(times) / statistics.median(hook):9.3f}{min(times) / min(hook):16.3f}")
     if own["losses"]:
-        print(f"{'':>32}{f'loss after {options.train_steps} steps':>22}{'of all steps':>20}   ({options.seeds} seeds)")
+        about = f"({options.task}, {options.seeds} seeds)"
+        print(f"{'':>32}{f'loss after {options.train_steps} steps':>22}{'of all steps':>20}   {about}")
     for kind, by_seed in own["losses"].items():
         ends = [losses[-max(1, len(losses) // 10) :] for losses in by_seed]
         print(f"{kind:>32}{mean_and_spread(ends):>22}{mean_and_spread(by_seed):>20}")
