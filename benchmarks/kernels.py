@@ -87,7 +87,7 @@ def cases(version: Any, count: int, num_buffers: int, device: str) -> Iterator[t
     yield "abs-max", case("abs_max", 4 * count + some, lambda i: version.abs_max(xs[i], BLOCK, scales[i]))
     for key, error in ((KEY, False), (None, True)):
         yield "quantise 8" + with_error(error), case(
-            "quantise", count * (9 if error else 5) + some,
+            "quantise" if error else "quantise random", count * (9 if error else 5) + some,
             lambda i, key=key, error=error: version.quantise(
                 xs[i], scales[i], LEVELS, BLOCK, key, codes[i], outs[i] if error else None
             ),
@@ -113,7 +113,7 @@ def word_cases(
     num_bytes = words[0].numel()
     for key, error in ((KEY, False), (None, True)):
         yield f"pack {bits}" + with_error(error), case(
-            f"encode{bits}", count * (8 if error else 4) + num_bytes,
+            f"encode{bits}" + ("" if error else " random"), count * (8 if error else 4) + num_bytes,
             lambda i, key=key, error=error: version.encode(
                 xs[i], layout, key, words[i], outs[i] if error else None
             ),
@@ -157,13 +157,14 @@ def sweep(mib: int) -> dict[str, dict[str, float]]:
 
     rate, shares = copy_rate(mib), {}
     for what, case in cases(triton, mib * 2**18, num_buffers_for(mib), "cuda"):
+        launch = triton.launches.get(case.launch, triton.Launch())
         for elements in SWEEP_ELEMENTS:
             for warps in SWEEP_WARPS:
-                if 8 <= elements / warps / 32 <= 32:
-                    triton.launches[case.launch] = triton.Launch(elements, warps)
+                if 16 <= elements / warps / 32 <= 64:
+                    triton.launches[case.launch] = launch._replace(elements=elements, warps=warps)
                     share = case.num_bytes / gpu_seconds(case.runs, rounds=5) / rate
                     shares.setdefault(what, {})[f"{elements}×{warps}"] = share
-        triton.launches.pop(case.launch, None)
+        triton.launches[case.launch] = launch
     return shares
 
 
