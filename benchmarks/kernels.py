@@ -79,13 +79,14 @@ def sweep(mib: int) -> dict[str, dict[str, float]]:
     rate = copy_rate(mib)
     shares: dict[str, dict[str, float]] = {}
     for what, case in cases(triton, mib * 2**18, num_buffers_for(mib), "cuda"):
+        launch = triton.launches.get(case.launch, triton.Launch())
         for elements in SWEEP_ELEMENTS:
             for warps in SWEEP_WARPS:
-                if 8 <= elements / warps / 32 <= 32:
-                    triton.launches[case.launch] = triton.Launch(elements, warps)
+                if 16 <= elements / warps / 32 <= 64:
+                    triton.launches[case.launch] = launch._replace(elements=elements, warps=warps)
                     share = case.num_bytes / gpu_seconds(case.runs, rounds=5) / rate
                     shares.setdefault(what, {})[f"{elements}×{warps}"] = share
-        triton.launches.pop(case.launch, None)
+        triton.launches[case.launch] = launch
     return shares
 
 

@@ -40,7 +40,7 @@ def cases(version: Any, count: int, num_buffers: int, device: str) -> Iterator[t
     yield "abs-max", case("abs_max", 4 * count + some, lambda i: version.abs_max(xs[i], BLOCK, scales[i]))
     for key, error in ((KEY, False), (None, True)):
         yield "quantise 8" + with_error(error), case(
-            "quantise", count * (9 if error else 5) + some,
+            "quantise" if error else "quantise random", count * (9 if error else 5) + some,
             lambda i, key=key, error=error: version.quantise(
                 xs[i], scales[i], LEVELS, BLOCK, key, codes[i], outs[i] if error else None
             ),
@@ -68,7 +68,7 @@ def word_cases(
     num_bytes = words[0].numel()
     for key, error in ((KEY, False), (None, True)):
         yield f"pack {bits}" + with_error(error), case(
-            f"encode{bits}", count * (8 if error else 4) + num_bytes,
+            f"encode{bits}" + ("" if error else " random"), count * (8 if error else 4) + num_bytes,
             lambda i, key=key, error=error: version.encode(
                 xs[i], layout, key, words[i], outs[i] if error else None
             ),

@@ -248,3 +248,5 @@ def test_triton_on_a_gpu_does_what_the_eager_version_does() -> None:
     from thinwire.kernels import triton
 
     versions.compare(triton, "cuda", versions.ALL)
+    versions.compare_any_words(triton, "cuda")
+    versions.compare_clamped(triton, "cuda")

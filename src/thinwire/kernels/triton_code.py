@@ -1,8 +1,12 @@
 """The kernels in Triton's language: one pass each, to the bit what `formulas` computes.
 
-A program works on a tile: some scale blocks (rows), each padded to a power of two (columns). Codes of 4 and 2 bits lie
-in 2 or 4 pieces of a block, which share bytes, so a row is then one piece wide. Where a tile is full there are no
-masks. All kernels must be launched with enable_fp_fusion=False: products and sums are rounded apart.
+A program works on a tile with the axes row, part and column. A row is a scale block, cut into parts of as many columns.
+Triton gives four neighbouring columns to a thread, goes on with the next rows, and repeats that for each part. So a
+thread has some values of every part of a row: what is computed for a row is computed less often, and the threads that
+share a row are in one warp. Parts and columns are powers of two; columns beyond the end of a block are masked. Where a
+tile is full there are no masks; elsewhere it is done in several steps, FEW rows each. Sizes are not specialised, so
+that other sizes need no compilation. All kernels must be launched with enable_fp_fusion=False: products and sums are
+rounded apart.
 """
 
 # No `from __future__ import annotations`: Triton reads the annotations.
@@ -15,7 +19,9 @@ MIN_SCALE = tl.constexpr(formulas.MIN_SCALE)
 MULTIPLIER = tl.constexpr(hashing.MULTIPLIER % 2**32)
 DITHER = tl.constexpr(hashing.DITHER)
 ROUNDER = tl.constexpr(1.5 * 2**23)  # adding it rounds to a whole number, half to even, which are the low bits then
-ROUNDER_BITS = tl.constexpr(0x4B400000)
+TWICE_INFINITY = tl.constexpr(0xFF000000)  # the bits of infinity, shifted left by one
+WHOLE = tl.constexpr(2.0**23 + 128)  # its low 8 bits, the highest one inverted, add a signed number: no conversion
+WHOLE_BITS = tl.constexpr(0x4B000080)
 
 
 @triton.jit
@@ -43,19 +49,33 @@ def _store(pointers, values, mask, FULL: tl.constexpr):
 
 
 @triton.jit
-def _largest(x):
-    size = tl.abs(x)
-    return tl.max(tl.where(size < float("inf"), size, float("inf")), axis=1)  # inf for NaN
+def _inside(PARTS: tl.constexpr, COLS: tl.constexpr):
+    """Places in a row, by part and column."""
+    return tl.arange(0, PARTS)[None, :, None] * COLS + tl.arange(0, COLS)[None, None, :]
+
+
+@triton.jit
+def _left(count, begin, MOST: tl.constexpr):
+    """How much of a vector is left, up to MOST: 32 bits are enough for masks then."""
+    return tl.maximum(tl.minimum(count - begin, MOST), 0).to(tl.int32)
+
+
+@triton.jit
+def _double_bits(x):
+    """The bits without the sign: whole numbers in the order of the absolute values, NaN above all."""
+    return x.to(tl.uint32, bitcast=True) * 2
+
+
+@triton.jit
+def _largest(double_bits):
+    """The largest absolute value in each row; inf for NaN."""
+    top = tl.minimum(tl.max(tl.max(double_bits, axis=1), axis=1), TWICE_INFINITY)
+    return (top >> 1).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _clamp_scales(scales):
     return tl.where(scales > 0, tl.maximum(scales, MIN_SCALE), scales)
-
-
-@triton.jit
-def _finite_or_nan(scales):
-    return tl.where(scales < float("inf"), scales, float("nan"))
 
 
 @triton.jit
@@ -75,96 +95,113 @@ def _block_hashes(blocks, key):
 
 
 @triton.jit
-def _codes(x, inverse, hashes, positions, levels, RANDOM: tl.constexpr):
-    """Whole numbers within ±levels; int32."""
-    scaled = x * inverse[:, None]
-    if RANDOM:
-        mixed = (_hash((positions + 1).to(tl.uint32))[None, :] ^ hashes[:, None]) * MULTIPLIER
-        scaled = scaled + mixed.to(tl.int32, bitcast=True).to(tl.float32) * DITHER
-    scaled = tl.where(scaled == scaled, scaled, 0.0)
-    scaled = tl.minimum(tl.maximum(scaled, -levels), levels)
-    return (scaled + ROUNDER).to(tl.int32, bitcast=True) - ROUNDER_BITS
+def _dithered(scaled, positions, hashes):
+    """Adds what makes rounding to the nearest random."""
+    mixed = (_hash((positions + 1).to(tl.uint32)) ^ hashes) * MULTIPLIER
+    return scaled + mixed.to(tl.int32, bitcast=True).to(tl.float32) * DITHER
 
 
 @triton.jit
-def _abs_max_tile(x, out, rows, cols, block, count, FULL: tl.constexpr):
-    places = rows[:, None] * block + cols[None, :]
-    values = _load(x + places, (cols[None, :] < block) & (places < count), FULL)
-    _store(out + rows, _clamp_scales(_largest(values)), rows * block < count, FULL)
+def _abs_max_tile(
+    x, out, block, count, start, ROWS: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr, FULL: tl.constexpr
+):
+    rows, inside = start + tl.arange(0, ROWS), _inside(PARTS, COLS)
+    places = rows[:, None, None] * block + inside
+    values = _load(x + places, (inside < block) & (places < count), FULL)
+    _store(out + rows, _clamp_scales(_largest(_double_bits(values))), rows * block < count, FULL)
 
 
-@triton.jit
-def abs_max(x, out, count, block, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr):
+@triton.jit(do_not_specialize=["count", "width"])
+def abs_max(
+    x, out, count, width,
+    ROWS: tl.constexpr, FEW: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
     """Largest absolute value of each block."""
-    width = COLS if EVEN else block
+    block = PARTS * COLS if EVEN else width
     first = tl.program_id(0).to(tl.int64) * ROWS
-    rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
-    x, out, count = x + first * width, out + first, count - first * width
-    if EVEN and count >= ROWS * COLS:
-        _abs_max_tile(x, out, rows, cols, width, count, True)
+    x, out, count = x + first * block, out + first, _left(count, first * block, ROWS * PARTS * COLS)
+    if EVEN and count == ROWS * PARTS * COLS:
+        _abs_max_tile(x, out, block, count, 0, ROWS, PARTS, COLS, True)
     else:
-        _abs_max_tile(x, out, rows, cols, width, count, False)
+        for start in tl.range(0, ROWS, FEW):
+            _abs_max_tile(x, out, block, count, start, FEW, PARTS, COLS, False)
 
 
 @triton.jit
 def _quantise_tile(
-    x, scales, codes, error, key, first, rows, cols, block, levels, count,
-    RANDOM: tl.constexpr, ERROR: tl.constexpr, FULL: tl.constexpr,
+    x, scales, codes, error, key, first, block, levels, count, start, RANDOM: tl.constexpr, ERROR: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    places = rows[:, None] * block + cols[None, :]
-    mask = (cols[None, :] < block) & (places < count)
+    rows, inside = start + tl.arange(0, ROWS), _inside(PARTS, COLS)
+    places = rows[:, None, None] * block + inside
+    mask = (inside < block) & (places < count)
     scale = _load(scales + rows, rows * block < count, FULL)
     values = _load(x + places, mask, FULL)
-    hashes = _block_hashes(first + rows, key)
-    numbers = _codes(values, _inverse(scale, levels), hashes, cols, levels, RANDOM)
-    _store(codes + places, numbers.to(tl.int8), mask, FULL)
+    scaled = values * _inverse(scale, levels)[:, None, None]
+    if RANDOM:
+        scaled = _dithered(scaled, inside, _block_hashes(first + rows, key)[:, None, None])
+    scaled = tl.where(scaled == scaled, scaled, 0.0)
+    rounded = tl.minimum(tl.maximum(scaled, -levels), levels) + ROUNDER
+    QUAD: tl.constexpr = 4 if COLS >= 4 else COLS  # codes at a time; with more, threads would have to exchange values
+    numbers = rounded.to(tl.int32, bitcast=True).to(tl.int8)
+    _store(codes + tl.max_contiguous(places, [1, 1, QUAD]), numbers, mask, FULL)
     if ERROR:
-        lost = values - numbers.to(tl.float32) * _steps(scale, levels)[:, None]
-        _store(error + places, lost, mask, FULL)
+        _store(error + places, values - (rounded - ROUNDER) * _steps(scale, levels)[:, None, None], mask, FULL)
 
 
-@triton.jit(do_not_specialize=["key"])
+@triton.jit(do_not_specialize=["key", "count", "width"])
 def quantise(
-    x, scales, codes, error, key, levels, count, block,
-    RANDOM: tl.constexpr, ERROR: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr,
+    x, scales, codes, error, key, levels, count, width, RANDOM: tl.constexpr, ERROR: tl.constexpr,
+    ROWS: tl.constexpr, FEW: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Codes of 8 bits with given scales, and what they lose."""
-    width = COLS if EVEN else block
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
-    begin = first * width
-    x, scales, codes, error, count = x + begin, scales + first, codes + begin, error + begin, count - begin
-    if EVEN and count >= ROWS * COLS:
-        _quantise_tile(x, scales, codes, error, key, first, rows, cols, width, levels, count, RANDOM, ERROR, True)
+    block = PARTS * COLS if EVEN else width
+    first = tl.program_id(0) * ROWS
+    begin = first.to(tl.int64) * block
+    x, scales, codes, error = x + begin, scales + first, codes + begin, error + begin
+    count = _left(count, begin, ROWS * PARTS * COLS)
+    if EVEN and count == ROWS * PARTS * COLS:
+        _quantise_tile(
+            x, scales, codes, error, key, first, block, levels, count, 0, RANDOM, ERROR, ROWS, PARTS, COLS, True
+        )
     else:
-        _quantise_tile(x, scales, codes, error, key, first, rows, cols, width, levels, count, RANDOM, ERROR, False)
+        for start in tl.range(0, ROWS, FEW):
+            _quantise_tile(
+                x, scales, codes, error, key, first, block, levels, count, start,
+                RANDOM, ERROR, FEW, PARTS, COLS, False,
+            )  # fmt: skip
 
 
 @triton.jit
 def _dequantise_tile(
-    codes, scales, given, out, rows, cols, block, levels, count, GIVEN: tl.constexpr, FULL: tl.constexpr
-):
-    places = rows[:, None] * block + cols[None, :]
-    mask = (cols[None, :] < block) & (places < count)
-    steps = _steps(_load(scales + rows, rows * block < count, FULL), levels)
-    values = _load(codes + places, mask, FULL).to(tl.float32) * steps[:, None]
-    if GIVEN:
-        values = _load(given + places, mask, FULL) - values
-    _store(out + places, values, mask, FULL)
+    codes, scales, given, out, block, levels, count, start, GIVEN: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    rows, inside = start + tl.arange(0, ROWS), _inside(PARTS, COLS)
+    places = rows[:, None, None] * block + inside
+    mask = (inside < block) & (places < count)
+    QUAD: tl.constexpr = 4 if COLS >= 4 else COLS
+    bits = _load(codes + tl.max_contiguous(places, [1, 1, QUAD]), mask, FULL).to(tl.uint8, bitcast=True)
+    subtracted_from = _load(given + places, mask, FULL) if GIVEN else 0.0
+    scale = _load(scales + rows, rows * block < count, FULL)
+    numbers = (bits.to(tl.int32) ^ WHOLE_BITS).to(tl.float32, bitcast=True) - WHOLE
+    values = numbers * _steps(scale, levels)[:, None, None]
+    _store(out + places, subtracted_from - values if GIVEN else values, mask, FULL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "width"])
 def dequantise(
-    codes, scales, given, out, levels, count, block,
-    GIVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr,
+    codes, scales, given, out, levels, count, width, GIVEN: tl.constexpr,
+    ROWS: tl.constexpr, FEW: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """codes·scale/levels, or given − codes·scale/levels."""
-    width = COLS if EVEN else block
+    block = PARTS * COLS if EVEN else width
     first = tl.program_id(0).to(tl.int64) * ROWS
-    rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
-    begin = first * width
-    codes, scales, given, out, count = codes + begin, scales + first, given + begin, out + begin, count - begin
-    if EVEN and count >= ROWS * COLS:
-        _dequantise_tile(codes, scales, given, out, rows, cols, width, levels, count, GIVEN, True)
+    begin = first * block
+    codes, scales, given, out = codes + begin, scales + first, given + begin, out + begin
+    count = _left(count, begin, ROWS * PARTS * COLS)
+    if EVEN and count == ROWS * PARTS * COLS:
+        _dequantise_tile(codes, scales, given, out, block, levels, count, 0, GIVEN, ROWS, PARTS, COLS, True)
     else:
-        _dequantise_tile(codes, scales, given, out, rows, cols, width, levels, count, GIVEN, False)
+        for start in tl.range(0, ROWS, FEW):
+            _dequantise_tile(codes, scales, given, out, block, levels, count, start, GIVEN, FEW, PARTS, COLS, False)

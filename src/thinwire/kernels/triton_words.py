@@ -1,18 +1,25 @@
-"""Kernels in Triton's language for words: scales and packed codes, in the order that `passes.Layout` has."""
+"""Kernels in Triton's language for words: scales and packed codes, in the order that `passes.Layout` has.
+
+The second axis of the grid is the row of words, the first one the tile in it: nothing is divided to find a place.
+Codes of 4 and 2 bits lie in 2 or 4 pieces of a block, which share bytes. So a tile has an axis more: its axes are row,
+piece, part of a piece, and column.
+"""
 
 # No `from __future__ import annotations`: Triton reads the annotations.
 import triton
 import triton.language as tl
 
 from thinwire.kernels.triton_code import (
+    ROUNDER,
     _block_hashes,
     _clamp_scales,
-    _codes,
-    _finite_or_nan,
+    _dithered,
+    _double_bits,
+    _inside,
     _inverse,
     _largest,
+    _left,
     _load,
-    _steps,
     _store,
 )
 
@@ -47,144 +54,149 @@ def _aligned(num_bytes, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _word_places(blocks, num_blocks, row_bytes, piece, ALIGNED: tl.constexpr):
-    """Where the scales and the codes of blocks are."""
-    begin = (blocks // num_blocks).to(tl.int64) * _aligned(row_bytes, ALIGNED)
-    return begin + 4 * (blocks % num_blocks), begin + 4 * num_blocks + (blocks % num_blocks) * piece
+def _steps_or_nan(scales, BITS: tl.constexpr):
+    """Steps between codes; NaN where the scale is not finite.
+
+    With 127 and 7 levels no quotient is so near to the middle of two float32 that float64 would round it to the other.
+    Nothing branches, as a division in float32 would, so all loads are issued before the first one is waited for.
+    """
+    steps = tl.where(scales < float("inf"), scales, float("nan"))
+    if BITS > 2:
+        steps = (steps.to(tl.float64) * (1.0 / (2.0 ** (BITS - 1) - 1.0))).to(tl.float32)
+    return steps
 
 
 @triton.jit
-def _encode_piece(
-    values, inverse, steps, hashes, positions, error, places, mask,
-    BITS: tl.constexpr, RANDOM: tl.constexpr, ERROR: tl.constexpr, FULL: tl.constexpr,
-):  # fmt: skip
-    """The codes of a piece, in the low bits, and what they lose."""
-    numbers = _codes(values, inverse, hashes, positions, 2.0 ** (BITS - 1) - 1.0, RANDOM)
-    if ERROR:
-        _store(error + places, values - numbers.to(tl.float32) * steps[:, None], mask, FULL)
-    return numbers & (2**BITS - 1)
+def _by_row(values):
+    return values[:, None, None, None]
 
 
 @triton.jit
 def _encode_tile(
-    x, words, error, key, blocks, rows, cols, piece, num_blocks, row_bytes, all_blocks, count, BITS: tl.constexpr,
-    RANDOM: tl.constexpr, ERROR: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr,
+    x, words, codes, error, key, first, rows_left, piece, count, start, BITS: tl.constexpr, RANDOM: tl.constexpr,
+    ERROR: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr,
+    FULL: tl.constexpr,
 ):  # fmt: skip
-    p0 = rows[:, None] * (piece * (8 // BITS)) + cols[None, :]  # places of the first piece, and so on
-    p1, p2, p3 = p0 + piece, p0 + 2 * piece, p0 + 3 * piece
-    inside = cols[None, :] < piece
-    m0, m1, m2, m3 = inside & (p0 < count), inside & (p1 < count), inside & (p2 < count), inside & (p3 < count)
-    x0 = _load(x + p0, m0, FULL)
-    top = _largest(x0)
-    if BITS <= 4:
-        x1 = _load(x + p1, m1, FULL)
-        top = tl.maximum(top, _largest(x1))
-    if BITS == 2:
-        x2, x3 = _load(x + p2, m2, FULL), _load(x + p3, m3, FULL)
-        top = tl.maximum(top, tl.maximum(_largest(x2), _largest(x3)))
-    scales = _clamp_scales(top)
-    hashes, inverse = _block_hashes(blocks, key), _inverse(scales, 2.0 ** (BITS - 1) - 1.0)
-    steps = _steps(_finite_or_nan(scales), 2.0 ** (BITS - 1) - 1.0)
-    packed = _encode_piece(x0, inverse, steps, hashes, cols, error, p0, m0, BITS, RANDOM, ERROR, FULL)
-    if BITS <= 4:
-        next_one = _encode_piece(x1, inverse, steps, hashes, cols + piece, error, p1, m1, BITS, RANDOM, ERROR, FULL)
-        packed |= next_one << BITS
-    if BITS == 2:
-        third = _encode_piece(x2, inverse, steps, hashes, cols + 2 * piece, error, p2, m2, BITS, RANDOM, ERROR, FULL)
-        last = _encode_piece(x3, inverse, steps, hashes, cols + 3 * piece, error, p3, m3, BITS, RANDOM, ERROR, FULL)
-        packed |= (third << (2 * BITS)) | (last << (3 * BITS))
-    scale_places, code_places = _word_places(blocks, num_blocks, row_bytes, piece, ALIGNED)
-    _store_scales(words + scale_places, scales, blocks < all_blocks, ALIGNED)
-    codes = words + code_places[:, None] + cols[None, :]
-    _store(codes, packed.to(tl.uint8), inside & (blocks < all_blocks)[:, None], FULL)
+    """Without a clamp where it would change nothing: |x·inverse| is at most levels·(1 + 2⁻²¹) and rounds to levels.
+
+    Dither may lift that to the next half with 127 levels, but not with 7 or 1. tests/kernels/test_triton.py tries it.
+    """
+    rows, inside = start + tl.arange(0, ROWS), _inside(PARTS, COLS)
+    pieces = tl.arange(0, 8 // BITS)[None, :, None, None]
+    here = (inside < piece) & (rows < rows_left)[:, None, None]
+    positions = pieces * piece + inside[:, None, :, :]
+    places = _by_row(rows) * (piece * (8 // BITS)) + positions
+    mask = here[:, None, :, :] & (places < count)
+    values = _load(x + places, mask, FULL)
+    scales = _clamp_scales(_largest(tl.max(_double_bits(values), axis=1)))
+    _store_scales(words + 4 * rows, scales, rows < rows_left, ALIGNED)
+    levels: tl.constexpr = 2.0 ** (BITS - 1) - 1.0
+    scaled = values * _by_row(_inverse(scales, levels))
+    if RANDOM:
+        scaled = _dithered(scaled, positions, _by_row(_block_hashes(first + rows, key)))
+        if BITS == 8:
+            scaled = tl.minimum(tl.maximum(scaled, -levels), levels)
+    rounder: tl.constexpr = ROUNDER + 2.0 ** (BITS - 1)  # low bits are above 0: pieces can be added up
+    rounded = scaled + rounder
+    if ERROR:
+        _store(error + places, values - (rounded - rounder) * _by_row(_steps_or_nan(scales, BITS)), mask, FULL)
+    packed = tl.sum(rounded.to(tl.uint32, bitcast=True) << (pieces * BITS).to(tl.uint32), axis=1)
+    signs: tl.constexpr = 255 // (2**BITS - 1) << BITS - 1  # the highest bit of each code
+    finite = tl.where(scales < float("inf"), 255, 0).to(tl.uint32)  # else all codes are 0
+    spots = rows[:, None, None] * piece + inside
+    _store(codes + spots, ((packed ^ signs) & finite[:, None, None]).to(tl.uint8), here, FULL)
 
 
-@triton.jit(do_not_specialize=["key"])
+@triton.jit(do_not_specialize=["key", "count", "width", "num_blocks", "row_bytes"])
 def encode(
-    x, words, error, key, count, piece_width, num_blocks, row_bytes, all_blocks, BITS: tl.constexpr,
-    RANDOM: tl.constexpr, ERROR: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    EVEN: tl.constexpr,
+    x, words, error, key, count, width, num_blocks, row_bytes, BITS: tl.constexpr, RANDOM: tl.constexpr,
+    ERROR: tl.constexpr, ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr, FEW: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Scales and packed codes of a vector, and what they lose."""
-    piece = COLS if EVEN else piece_width
+    piece = PARTS * COLS if EVEN else width
     first = tl.program_id(0) * ROWS
-    rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
+    rows_left = num_blocks - first
+    words += tl.program_id(1).to(tl.int64) * _aligned(row_bytes, ALIGNED)
+    codes = words + 4 * num_blocks + first.to(tl.int64) * piece
+    words += 4 * first
+    first += tl.program_id(1) * num_blocks
     begin = first.to(tl.int64) * (piece * (8 // BITS))
-    x, error, count = x + begin, error + begin, count - begin
-    if EVEN and count >= ROWS * COLS * (8 // BITS):
+    x, error, count = x + begin, error + begin, _left(count, begin, ROWS * PARTS * COLS * (8 // BITS))
+    if EVEN and count == ROWS * PARTS * COLS * (8 // BITS) and rows_left >= ROWS:
         _encode_tile(
-            x, words, error, key, first + rows, rows, cols, piece, num_blocks, row_bytes, all_blocks, count,
-            BITS, RANDOM, ERROR, ALIGNED, True,
+            x, words, codes, error, key, first, rows_left, piece, count, 0,
+            BITS, RANDOM, ERROR, ALIGNED, ROWS, PARTS, COLS, True,
         )  # fmt: skip
     else:
-        _encode_tile(
-            x, words, error, key, first + rows, rows, cols, piece, num_blocks, row_bytes, all_blocks, count,
-            BITS, RANDOM, ERROR, ALIGNED, False,
-        )  # fmt: skip
+        for start in tl.range(0, ROWS, FEW):
+            _encode_tile(
+                x, words, codes, error, key, first, rows_left, piece, count, start,
+                BITS, RANDOM, ERROR, ALIGNED, FEW, PARTS, COLS, False,
+            )  # fmt: skip
 
 
 @triton.jit
-def _add_piece(total, packed, steps, PIECE: tl.constexpr, BITS: tl.constexpr):
-    numbers = (packed << (32 - BITS * (PIECE + 1))) >> (32 - BITS)  # and with it the sign
-    return total + numbers.to(tl.float32) * steps[:, None]
+def _numbers(packed, pieces, one, BITS: tl.constexpr):
+    """Codes in bytes as float32, without conversions or shifts.
 
-
-@triton.jit
-def _store_mean(out, total, mask, RANKS: tl.constexpr, FULL: tl.constexpr):
-    if RANKS & (RANKS - 1) == 0:
-        total = total * (1.0 / RANKS)  # of a power of two, the same to the bit
-    else:
-        total = tl.div_rn(total, tl.full(total.shape, RANKS, tl.float32))
-    _store(out, total, mask, FULL)
+    The bits of a code, the highest one inverted, become bits of a power of two, so large that they count as ones.
+    `one` has the bits of 1.0. It is an argument: then a register has it, and masking and inverting are one instruction,
+    which can have only one constant.
+    """
+    shift = pieces * BITS
+    start = (one + (23 - shift << 23)) | (1 << shift + BITS - 1)
+    number = (packed.to(tl.int32) & (2**BITS - 1 << shift)) ^ start
+    return number.to(tl.float32, bitcast=True) - start.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _decode_tile(
-    words, out, rank_bytes, blocks, rows, cols, piece, num_blocks, row_bytes, all_blocks, count,
-    BITS: tl.constexpr, ALIGNED: tl.constexpr, RANKS: tl.constexpr, FULL: tl.constexpr,
+    words, codes, out, one, rank_bytes, rows_left, piece, count, start, BITS: tl.constexpr, ALIGNED: tl.constexpr,
+    RANKS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    scale_places, code_places = _word_places(blocks, num_blocks, row_bytes, piece, ALIGNED)
-    inside = cols[None, :] < piece
-    there = blocks < all_blocks
-    t0 = tl.zeros((rows.shape[0], cols.shape[0]), tl.float32)
-    t1, t2, t3 = t0, t0, t0
+    rows, inside = start + tl.arange(0, ROWS), _inside(PARTS, COLS)
+    pieces = tl.arange(0, 8 // BITS)[None, :, None, None]
+    spots = rows[:, None, None] * piece + inside
+    here = (inside < piece) & (rows < rows_left)[:, None, None]
+    total = tl.full([ROWS, 8 // BITS, PARTS, COLS], -(2**31), tl.int32).to(tl.float32, bitcast=True)  # −0, not 0
     for _ in tl.range(0, RANKS, loop_unroll_factor=4):
-        scales = _load_scales(words + scale_places, there, ALIGNED)
-        packed = _load(words + code_places[:, None] + cols[None, :], inside & there[:, None], FULL).to(tl.int32)
-        steps = _steps(_finite_or_nan(scales), 2.0 ** (BITS - 1) - 1.0)
-        t0 = _add_piece(t0, packed, steps, 0, BITS)
-        if BITS <= 4:
-            t1 = _add_piece(t1, packed, steps, 1, BITS)
-        if BITS == 2:
-            t2, t3 = _add_piece(t2, packed, steps, 2, BITS), _add_piece(t3, packed, steps, 3, BITS)
+        steps = _steps_or_nan(_load_scales(words + 4 * rows, rows < rows_left, ALIGNED), BITS)
+        packed = _load(codes + spots, here, FULL)[:, None, :, :]
+        total += _numbers(packed, pieces, one, BITS) * _by_row(steps)
         words += _aligned(rank_bytes, ALIGNED)
-    p0 = rows[:, None] * (piece * (8 // BITS)) + cols[None, :]
-    _store_mean(out + p0, t0, inside & (p0 < count), RANKS, FULL)
-    if BITS <= 4:
-        _store_mean(out + p0 + piece, t1, inside & (p0 + piece < count), RANKS, FULL)
-    if BITS == 2:
-        _store_mean(out + p0 + 2 * piece, t2, inside & (p0 + 2 * piece < count), RANKS, FULL)
-        _store_mean(out + p0 + 3 * piece, t3, inside & (p0 + 3 * piece < count), RANKS, FULL)
+        codes += _aligned(rank_bytes, ALIGNED)
+    if RANKS & (RANKS - 1) == 0:
+        total = total * (1.0 / RANKS)  # of a power of two, the same to the bit
+    else:
+        total = tl.div_rn(total, tl.full(total.shape, RANKS, tl.float32))
+    places = _by_row(rows) * (piece * (8 // BITS)) + pieces * piece + inside[:, None, :, :]
+    _store(out + places, total, here[:, None, :, :] & (places < count), FULL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["one", "rank_bytes", "count", "width", "num_blocks", "row_bytes"])
 def decode_mean(
-    words, out, rank_bytes, count, piece_width, num_blocks, row_bytes, all_blocks, BITS: tl.constexpr,
-    ALIGNED: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr,
+    words, out, one, rank_bytes, count, width, num_blocks, row_bytes, BITS: tl.constexpr, ALIGNED: tl.constexpr,
+    RANKS: tl.constexpr,
+    ROWS: tl.constexpr, FEW: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The mean over ranks of what words stand for, added up in the order of ranks."""
-    piece = COLS if EVEN else piece_width
+    piece = PARTS * COLS if EVEN else width
     first = tl.program_id(0) * ROWS
-    rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
-    begin = first.to(tl.int64) * (piece * (8 // BITS))
-    out, count = out + begin, count - begin
-    if EVEN and count >= ROWS * COLS * (8 // BITS):
+    rows_left = num_blocks - first
+    words += tl.program_id(1).to(tl.int64) * _aligned(row_bytes, ALIGNED)
+    codes = words + 4 * num_blocks + first.to(tl.int64) * piece
+    words += 4 * first
+    begin = (first + tl.program_id(1) * num_blocks).to(tl.int64) * (piece * (8 // BITS))
+    out, count = out + begin, _left(count, begin, ROWS * PARTS * COLS * (8 // BITS))
+    if EVEN and count == ROWS * PARTS * COLS * (8 // BITS) and rows_left >= ROWS:
         _decode_tile(
-            words, out, rank_bytes, first + rows, rows, cols, piece, num_blocks, row_bytes, all_blocks, count,
-            BITS, ALIGNED, RANKS, True,
+            words, codes, out, one, rank_bytes, rows_left, piece, count, 0,
+            BITS, ALIGNED, RANKS, ROWS, PARTS, COLS, True,
         )  # fmt: skip
     else:
-        _decode_tile(
-            words, out, rank_bytes, first + rows, rows, cols, piece, num_blocks, row_bytes, all_blocks, count,
-            BITS, ALIGNED, RANKS, False,
-        )  # fmt: skip
+        for start in tl.range(0, ROWS, FEW):
+            _decode_tile(
+                words, codes, out, one, rank_bytes, rows_left, piece, count, start,
+                BITS, ALIGNED, RANKS, FEW, PARTS, COLS, False,
+            )  # fmt: skip
