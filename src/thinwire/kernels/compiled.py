@@ -25,15 +25,17 @@ def _compiled(function: Callable[..., None]) -> Callable[..., None]:
     def call(*args: Any) -> None:
         if args[0].shape[-2] == 1:  # a single block is not worth a compilation of its own
             return function(*args)
-        # Views begin anywhere: sizes that happen to be equal must not be taken for the same. And there are as many
-        # variants as bits, with and without random numbers, errors and ranks.
-        with fx_config.patch(use_duck_shape=False), dynamo_config.patch(recompile_limit=100):  # type: ignore[attr-defined]
+        # Views begin anywhere: sizes that happen to be equal must not be taken for the same. Bits and levels are
+        # compiled in: as variables they would be computed with anew for every few elements, which doubles the time. So
+        # there are as many variants as bits and levels, with and without random numbers, errors and ranks.
+        constants = {"specialize_int": True, "specialize_float": True, "recompile_limit": 100}
+        with fx_config.patch(use_duck_shape=False), dynamo_config.patch(constants):  # type: ignore[attr-defined]
             return compiled(*args)
 
     return call
 
 
 NAMES = ("abs_max", "quantise", "dequantise", "encode", "decode_mean")
-_passes = Passes(SimpleNamespace(**{name: _compiled(getattr(formulas, name)) for name in NAMES}), 0)
+_passes = Passes(SimpleNamespace(**{name: _compiled(getattr(formulas, name)) for name in NAMES}), 0, torch.int32)
 abs_max, quantise, dequantise = _passes.abs_max, _passes.quantise, _passes.dequantise
 encode, decode_mean = _passes.encode, _passes.decode_mean

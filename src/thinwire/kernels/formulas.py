@@ -1,7 +1,8 @@
 """What the eager and the compiled kernels compute: plain torch on matrices with a scale block per row.
 
 Products and sums are separate operations, each rounded, so that every version can give the same to the bit. Results are
-written into tensors that are given. `levels` is a float, because torch.compile would compile anew for other integers.
+written into tensors that are given. `whole` is the type of codes before they are stored: torch.compile makes int32
+faster than bytes, eager torch does not.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch import Tensor
 from thinwire.kernels.bits import pack, unpack
 from thinwire.kernels.hashing import DITHER, MULTIPLIER
 
+Dither = tuple[Tensor, Tensor] | None  # hashes of blocks and of positions; None: to the nearest
 MIN_SCALE = 127 * 2.0**-126  # a 127th of it, the finest step there is, is the smallest number of full precision
 
 
@@ -33,10 +35,10 @@ def abs_max(x: Tensor, out: Tensor) -> None:
 
 
 def quantise(
-    x: Tensor, scales: Tensor, dither: tuple[Tensor, Tensor] | None, levels: float, codes: Tensor, error: Tensor | None
+    x: Tensor, scales: Tensor, dither: Dither, levels: float, whole: torch.dtype, codes: Tensor, error: Tensor | None
 ) -> None:
     """codes = x·levels/scale, rounded, within ±levels; error = x − codes·scale/levels."""
-    codes.copy_(_round(x, scales, dither, levels))
+    codes.copy_(_round(x, scales, dither, levels).to(whole))
     if error is not None:
         torch.sub(x, codes * _steps(scales, levels), out=error)
 
@@ -50,14 +52,11 @@ def dequantise(codes: Tensor, scales: Tensor, levels: float, given: Tensor | Non
 
 
 def encode(
-    x: Tensor, scales: Tensor, dither: tuple[Tensor, Tensor] | None, bits: int, packed: Tensor, error: Tensor | None
+    x: Tensor, scales: Tensor, dither: Dither, bits: int, whole: torch.dtype, packed: Tensor, error: Tensor | None
 ) -> None:
-    """Packed codes of each row, and what they lose; NaN where the scale is not finite.
-
-    In int32, which torch.compile makes three to five times as fast as bytes.
-    """
+    """Packed codes of each row, and what they lose; NaN where the scale is not finite."""
     levels = float(2 ** (bits - 1) - 1)
-    codes = _round(x, scales, dither, levels).to(torch.int32)
+    codes = _round(x, scales, dither, levels).to(whole)
     if bits == 8:
         packed.view(torch.int8).copy_(codes)
     else:
@@ -82,7 +81,7 @@ def _largest(x: Tensor) -> Tensor:
     return clamp_scales(torch.where(top < torch.inf, top, torch.inf))
 
 
-def _round(x: Tensor, scales: Tensor, dither: tuple[Tensor, Tensor] | None, levels: float) -> Tensor:
+def _round(x: Tensor, scales: Tensor, dither: Dither, levels: float) -> Tensor:
     inverse = scales.reciprocal() * levels
     inverse = torch.where(inverse < torch.inf, inverse, 0.0)  # zeros stay zeros; also where the scale is NaN
     scaled = x * inverse[..., None]

@@ -50,12 +50,14 @@ class Formulas(Protocol):
 class Passes:
     """The kernels on vectors, made of formulas on matrices with a scale block per row.
 
-    `portion` is how many elements a CPU computes with at a time, 0 for all; a GPU takes all at once.
+    `portion` is how many elements a CPU computes with at a time, 0 for all; a GPU takes all at once. `whole` is the
+    type of codes before they are stored.
     """
 
-    def __init__(self, formulas: Formulas, portion: int) -> None:
+    def __init__(self, formulas: Formulas, portion: int, whole: torch.dtype) -> None:
         self.formulas = formulas
         self.portion = portion
+        self.whole = whole
 
     def abs_max(self, x: Tensor, block: int, out: Tensor) -> None:
         """Largest absolute value of each block, clamped as `clamp_scales` does; inf where a value is not finite."""
@@ -69,7 +71,7 @@ class Passes:
         hashes = None if key is None else block_hashes(len(scales), key, x.device)
         for rows, values, numbers, errors in self._matrices(block, x, codes, error):
             dither = None if hashes is None else (hashes[rows], position_hashes(values.shape[1], x.device))
-            self.formulas.quantise(values, scales[rows], dither, float(levels), numbers, errors)
+            self.formulas.quantise(values, scales[rows], dither, float(levels), self.whole, numbers, errors)
 
     def dequantise(
         self, codes: Tensor, scales: Tensor, levels: int, block: int, given: Tensor | None, out: Tensor
@@ -88,7 +90,7 @@ class Passes:
             lost = None if error is None else _whole_blocks(error, blocks, layout.block)
             dither = None if hashes is None else (hashes[blocks], positions)
             self.formulas.abs_max(values, scales[blocks])
-            self.formulas.encode(values, scales[blocks], dither, layout.bits, packed[0], lost)
+            self.formulas.encode(values, scales[blocks], dither, layout.bits, self.whole, packed[0], lost)
             if error is not None and lost is not None:
                 _keep(lost, error, blocks, layout.block)
         words[:, : SCALE_BYTES * layout.num_blocks] = scales.view(torch.uint8).view(len(words), -1)
