@@ -2,7 +2,8 @@
 
 `eager` is the reference and works everywhere; it is the default on a CPU. `compiled` is two to three times as fast
 there. `triton` is for CUDA tensors, and the default for them. A version is a module with the functions of `eager`, with
-the same arguments and, to the bit, the same results. To add one, write the module and add it to VERSIONS.
+the same arguments and, to the bit, the same results (of `compiled`, on a CPU alone). To add one, write the module and
+add it to VERSIONS.
 """
 
 from __future__ import annotations
