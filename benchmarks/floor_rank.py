@@ -106,10 +106,12 @@ def measure(row: Row, job: Found, computing: Computing, comm: tw.Comm, device: t
 
 def one_round(loop: Loop, steps: int, device: torch.device) -> Found:
     """Seconds and bytes of some steps, on this rank. Ranks do not wait for each other between rounds."""
-    before = loop.sent()
+    before, cpu_before = loop.sent(), time.process_time()
     seconds = timed(loop, steps, device)
+    cpu_seconds = time.process_time() - cpu_before  # of all threads
     rank_bytes, between = (after - earlier for after, earlier in zip(loop.sent(), before, strict=True))
-    return {"seconds": seconds, "steps": steps, "rank_bytes": rank_bytes, "between_bytes": between}
+    sent = {"rank_bytes": rank_bytes, "between_bytes": between}
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "steps": steps, **sent}
 
 
 def combined(row: Row, by_rank: list[Found]) -> Found:
@@ -125,6 +127,7 @@ def combined(row: Row, by_rank: list[Found]) -> Found:
         own = sum(one["between_bytes"] for one in rank["rounds"])
         between[rank["node"]] = between.get(rank["node"], 0) + own
     counted = [rank["by_kernel"] for rank in by_rank if rank["by_kernel"] is not None]
+    cpu_seconds = sum(one["cpu_seconds"] for rank in by_rank for one in rank["rounds"])
     return {
         "row": row.name,
         "blocks": row.blocks,
@@ -134,6 +137,7 @@ def combined(row: Row, by_rank: list[Found]) -> Found:
         "rank_bytes": round(max(sum(one["rank_bytes"] for one in rank["rounds"]) for rank in by_rank) / steps),
         "host_bytes": round(max(between.values()) / steps),
         "host_bytes_by_kernel": round(max(counted)) if counted else None,
+        "cpu_ms": round(1e3 * cpu_seconds / steps / len(os.sched_getaffinity(0)), 3),
         "memory_bytes": by_rank[0]["memory"],
     }
 

@@ -40,6 +40,7 @@ def link_table(results: Found, link: str) -> Table:
     base = next((one for one in found if one.name == DDP), None)
     has_memory = any(one.gigabytes is not None for one in found)
     heads = ["method", "sent, MB", "floor, ms", "compute, ms", "bound, ms", "measured, ms", "÷ bound", "× DDP"]
+    heads += ["memory (× DDP's)"] if has_memory else ["cores busy, ms"]
     rows = []
     for one in found:
         bound = f"{one.bound:.1f}{' (sum)' if one.blocks else ''}"
@@ -55,8 +56,10 @@ def link_table(results: Found, link: str) -> Table:
             memory = one.gigabytes or 0.0
             over = f" (× {memory / base.gigabytes:.2f})" if base and base.gigabytes else ""
             cells.append(f"{memory:.2f} GB{over}")
+        else:
+            cells.append(f"{one.cpu:.1f}")
         rows.append(cells)
-    return [*heads, *(["memory (× DDP's)"] if has_memory else [])], rows
+    return heads, rows
 
 
 def pays_table(results: Found) -> Table:

@@ -25,6 +25,7 @@ class Line(NamedTuple):
     ms: float  # measured, of a step
     ratio: float  # measured ÷ bound
     blocks: bool
+    cpu: float  # CPU time of all ranks ÷ cores
     gigabytes: float | None  # memory of a step on the GPU
 
 
@@ -52,7 +53,7 @@ def line(found: Found) -> Line:
     memory = found["memory_bytes"]
     return Line(
         found["row"], found["rank_bytes"] / 1e6, floor, compute, bound, ms, ms / bound, found["blocks"],
-        None if memory is None else memory / 1e9,
+        found["cpu_ms"], None if memory is None else memory / 1e9,
     )  # fmt: skip
 
 

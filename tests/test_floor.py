@@ -38,7 +38,7 @@ def found(name: str, link: str = "1gbit", ms: float = 600.0, **changes: Any) -> 
     row = {
         "link": link, "row": name, "blocks": False, "steps": 5, "rounds_ms": [ms, ms - 1, ms + 50],
         "compute_ms": [16.0, 15.0, 40.0], "rank_bytes": sent, "host_bytes": sent, "host_bytes_by_kernel": None,
-        "memory_bytes": 2_000_000_000, **STAMP,
+        "cpu_ms": 5.0, "memory_bytes": 2_000_000_000, **STAMP,
     }  # fmt: skip
     return row | changes
 
@@ -72,18 +72,21 @@ def test_rounds_fit_the_budget(period_seconds: float, expected: tuple[int, int])
 
 def test_bytes_are_those_of_the_busiest_rank_and_host() -> None:
     def one(node: int, num_bytes: int, seconds: float) -> dict[str, Any]:
-        a_round = {"seconds": seconds, "steps": 10, "rank_bytes": 20 * num_bytes, "between_bytes": 10 * num_bytes}
+        sent = {"rank_bytes": 20 * num_bytes, "between_bytes": 10 * num_bytes}
+        a_round = {"seconds": seconds, "cpu_seconds": 0.5, "steps": 10, **sent}
         return {"rounds": [a_round] * 3, "compute": [0.01], "node": node, "by_kernel": 70.0 + node, "memory": None}
 
     row = rows.Row("daso", blocks=True)
     combined = rank.combined(row, [one(0, 10, 1.0), one(0, 20, 1.0), one(1, 25, 3.0), one(1, 0, 3.0)])
     assert (combined["rank_bytes"], combined["host_bytes"], combined["host_bytes_by_kernel"]) == (50, 30, 71)
     assert (combined["rounds_ms"], combined["compute_ms"], combined["steps"]) == ([200.0] * 3, [10.0], 30)
+    assert combined["cpu_ms"] * len(os.sched_getaffinity(0)) == pytest.approx(4 * 50, abs=0.01)
 
 
 def test_bytes_of_a_step_are_those_of_all_rounds() -> None:
     def one(node: int, by_round: list[int]) -> dict[str, Any]:
-        rounds = [{"seconds": 1.0, "steps": 10, "rank_bytes": b, "between_bytes": b} for b in by_round]
+        same = {"seconds": 1.0, "cpu_seconds": 0.5, "steps": 10}
+        rounds = [{**same, "rank_bytes": b, "between_bytes": b} for b in by_round]
         return {"rounds": rounds, "compute": [0.01], "node": node, "by_kernel": None, "memory": None}
 
     combined = rank.combined(rows.Row("ist"), [one(0, [90, 0, 0]), one(1, [0, 60, 0])])  # they take turns
