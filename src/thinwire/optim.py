@@ -83,3 +83,8 @@ def cosine(
 
 def _warmup_factor(done: float, warmup_epochs: float) -> float:
     return min(1.0, done / warmup_epochs) if warmup_epochs else 1.0
+
+
+def has_scheduler(optimizer: Optimizer) -> bool:
+    """Whether one of torch's schedulers was made for an optimizer: it stores the first learning rate there."""
+    return any("initial_lr" in group for group in optimizer.param_groups)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -119,3 +119,24 @@ def test_containers_keep_their_class() -> None:
     assert (items, type(items)) == ([4], Items)
     pair = Pair(torch.ones(1), torch.ones(1))
     assert map_tensors(pair, len) is pair  # how to make one is not known
+
+
+def test_a_process_ends_although_the_next_item_never_comes() -> None:
+    program = """
+import threading
+from thinwire.common.prefetching import made_ahead
+def stream():
+    yield 1
+    threading.Event().wait()
+ahead = made_ahead(stream())
+next(ahead)
+raise SystemExit(3)
+"""
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60).returncode == 3
+
+
+def test_counters_and_results_of_torch_are_filled_anew() -> None:
+    assert map_tensors(Counter(a=2), len) == Counter(a=2)
+    found = map_tensors(torch.ones(3, 2).max(1), lambda t: t + 1)
+    assert type(found) is torch.return_types.max
+    assert found.values.tolist() == [2, 2, 2]

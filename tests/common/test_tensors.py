@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from thinwire.common.tensors import fingerprint, flatten, from_bytes, to_bytes, unflatten
+from thinwire.common.tensors import as_vector, fingerprint, flatten, from_bytes, to_bytes, unflatten
 
 SHAPES: list[tuple[int, ...]] = [(3, 2), (), (0, 4), (5,)]
 
@@ -47,3 +47,12 @@ def test_any_tensor_has_a_fingerprint() -> None:
     for dtype in (torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.uint8):
         assert fingerprint(torch.ones(4).to(dtype)) != fingerprint(torch.tensor([1.0, 0, 1, 1]).to(dtype))
     assert fingerprint(torch.tensor(3)) == fingerprint(torch.tensor(3)) != fingerprint(torch.zeros(0))
+
+
+def test_a_vector_has_the_elements_of_views_that_skip_some() -> None:
+    """Columns, every second element and expanded tensors lie in their memory otherwise than they are read."""
+    whole = torch.arange(8.0).view(4, 2)
+    for views in ([whole[:, 0]], [whole[:, ::2], whole[1]], [whole[0, 0].expand(3)], [whole.t(), whole]):
+        assert torch.equal(as_vector(views), flatten(views))
+    assert as_vector([torch.empty(0, device="meta")], torch.uint8).is_meta
+    assert as_vector([torch.ones(2), torch.ones(1).half()], torch.float32).tolist() == [1, 1, 1]

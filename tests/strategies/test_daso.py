@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from tests.training import PLAIN, batches, epochs, same, sgd, steps, trainer, weights
-from tests.worlds import World
+from tests.worlds import World, on_threads
 from thinwire.comm.base import Comm
 from thinwire.comm.wire_bytes import all_reduce_bytes
 from thinwire.errors import UsageError
@@ -442,3 +442,25 @@ def test_what_is_not_possible_is_refused(spec: str, num_epochs: int | None, mess
     with pytest.raises(UsageError) as caught:
         tw.simulate(lambda comm: trainer(comm, spec, epochs=num_epochs), ranks=4, nodes=2)
     assert message in str(caught.value)
+
+
+def test_a_node_of_one_rank_may_leave_parameters_unused() -> None:
+    """Nobody waits for their gradients."""
+    model = nn.ModuleDict({"used": nn.Linear(6, 3), "unused": nn.Linear(2, 2)})
+
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.parts["used"](x)
+            return out
+
+    def run(comm: Comm) -> int:
+        one = trainer(comm, "daso(ranks_per_node=1, warmup_epochs=8, cooldown_epochs=0)", Half())
+        steps(one, batches(2))
+        count: int = one.learner.num_steps
+        return count
+
+    assert on_threads(run, 2) == [2, 2]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 from torch.utils.data import TensorDataset
 
 import thinwire as tw
@@ -107,7 +108,7 @@ def test_a_cpu_keeps_the_usual_order_and_files_have_it(tmp_path: Path, monkeypat
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_process_goes_back_to_the_usual_order_too(compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With DDP, whose first forward pass has failed then. The second one changes what the first would have changed."""
-    with tw.join() as comm:
+    with tw.join() as comm, inductor_config.patch(compile_threads=1):  # a pool of threads would stay
         usual = whole_after(comm, compile)
         monkeypatch.setattr(memory_format, "FAST_ON", {"cpu"})
         found = whole_after(comm, compile)
@@ -151,9 +152,80 @@ def test_a_model_is_tested_in_channels_last_order_if_it_can_be(net: str, monkeyp
     data = TensorDataset(inputs, targets)
     task = Task(data, data, tuple(inputs.shape[1:]), 3, lambda: NETS[net])
 
-    def tested(comm: Comm) -> dict[str, float]:
-        return evaluate(copy.deepcopy(NETS[net]), task, comm, torch.device("cpu"), batch_size=5)
+    def tested(comm: Comm) -> tuple[dict[str, float], nn.Module]:
+        model = copy.deepcopy(NETS[net])
+        return evaluate(model, task, comm, torch.device("cpu"), batch_size=5), model
 
-    usual = on_threads(tested, 1)[0]
+    usual, _ = on_threads(tested, 1)[0]
     monkeypatch.setattr(memory_format, "FAST_ON", {"cpu"})
-    assert on_threads(tested, 1)[0] == pytest.approx(usual, rel=1e-5)
+    found, model = on_threads(tested, 1)[0]
+    assert found == pytest.approx(usual, rel=1e-5)
+    assert any(not p.is_contiguous() for p in model.parameters())
+    assert any(module._forward_hooks for module in model.modules()) == (net == "viewing")
+
+
+class Growing(Viewing):
+    """Replaces a buffer in each forward pass, sets another, and calls `view` only where that matters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("last_size", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = torch.cat([self.seen, x.mean().detach().view(1)])
+        if self.last_size is not None:
+            self.last_size = self.last_size + 1
+        else:
+            self.last_size = torch.ones(())
+        out = self.convolution(x)
+        return self.last(out.view(x.size(0), -1).repeat(1, 64 // out[0].numel()))
+
+
+@pytest.mark.parametrize("sizes", [(6, 6), (3, 6)])
+def test_buffers_may_be_replaced_and_the_view_may_fail_later(
+    sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a map has one pixel, both orders are the same, and `view` works."""
+    monkeypatch.setattr(memory_format, "FAST_ON", {"cpu"})
+
+    def run(comm: Comm) -> Any:
+        one = trainer(comm, "alone", Growing(), fused)
+        for size in sizes:
+            steps(one, [(DATA[0][0][:, :, :size, :size], DATA[0][1])])
+        return one.model
+
+    model = on_threads(run, 1)[0]
+    assert any(module._forward_hooks for module in model.modules())
+    late = sizes[0] == 3  # then the forward pass that failed is not undone
+    assert (len(model.seen), model.last_size.item()) == (3 + late, 2 + late)
+
+
+class FailingBackward(torch.autograd.Function):
+    """Its backward pass calls `view` on a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.view(-1).view_as(gradient)
+
+
+def test_an_error_of_the_backward_pass_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DDP was given gradients by then, so the step cannot be done again."""
+    monkeypatch.setattr(memory_format, "FAST_ON", {"cpu"})
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(2, 4, 3), nn.Conv2d(4, 3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(FailingBackward.apply(self.first(x))).flatten(1)
+
+    with tw.join() as comm:
+        one = trainer(comm, "data_parallel(reducer=fp16, bucket_mb=0.0001)", Net(), fused)
+        with pytest.raises(RuntimeError, match="view size is not compatible"):
+            steps(one, DATA[:1])

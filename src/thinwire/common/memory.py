@@ -9,7 +9,7 @@ import os
 # Of mallopt in glibc's malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 LARGEST_BLOCK = 32 * 2**20  # glibc allows no more; larger than a bucket of the default size
-KEPT_BYTES = 2**30  # of free memory at the end of the heap
+KEPT_BYTES = 2**29  # of free memory at the end of the heap
 
 
 @functools.cache

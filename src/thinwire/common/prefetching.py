@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
+EXIT_SECONDS = 2.0  # that a process which ends waits for a thread: it may wait for a stream that gives nothing
 
 
 def made_ahead(items: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
@@ -26,7 +27,8 @@ def made_ahead(items: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
     [0, 1, 2, 3, 4]
     """
     maker = _Maker(items, depth)
-    atexit.register(maker.stop)
+    at_exit = functools.partial(maker.stop, EXIT_SECONDS)
+    atexit.register(at_exit)
     try:
         while True:
             item, error = maker.made.get()
@@ -37,7 +39,7 @@ def made_ahead(items: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
             maker.free.release()
             yield item  # type: ignore[misc]
     finally:
-        atexit.unregister(maker.stop)
+        atexit.unregister(at_exit)
         maker.stop()
 
 
@@ -65,11 +67,11 @@ class _Maker(Generic[T]):
         except BaseException as error:  # StopIteration at the end
             self.made.put((None, error))
 
-    def stop(self) -> None:
-        """End the thread, after the item that it is making."""
+    def stop(self, seconds: float | None = None) -> None:
+        """End the thread, after the item that it is making; wait for that, at most so long."""
         self.closed.set()
         self.free.release()
-        self.thread.join()
+        self.thread.join(seconds)
 
 
 def copied_to_gpu(batches: Iterator[Any], device: torch.device, in_background: bool) -> Generator[Any, None, None]:
@@ -112,14 +114,15 @@ def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
             return function(batch)
         case dict():
             mapping = copy.copy(batch)
-            mapping.update({key: map_tensors(value, function) for key, value in batch.items()})
+            for key, value in batch.items():
+                mapping[key] = map_tensors(value, function)
             return mapping
         case list():
             items = copy.copy(batch)
             items[:] = [map_tensors(value, function) for value in batch]
             return items
-        case tuple() if type(batch) is tuple:
-            return tuple(map_tensors(value, function) for value in batch)
+        case tuple() if type(batch) is tuple or hasattr(batch, "n_fields"):  # or what x.max(1) returns
+            return type(batch)(map_tensors(value, function) for value in batch)
         case tuple() if hasattr(batch, "_fields"):
             return type(batch)(*(map_tensors(value, function) for value in batch))
     return batch

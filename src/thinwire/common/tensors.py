@@ -42,9 +42,10 @@ def as_vector(tensors: Iterable[Tensor], dtype: torch.dtype | None = None) -> Te
     >>> as_vector([whole[:1], whole[1:].view(3, 1)]).data_ptr() == whole.data_ptr()
     True
     """
-    vectors = [v for v in (t.detach().reshape(-1) for t in tensors) if v.numel()]
-    if not vectors or any(v.dtype != (dtype or vectors[0].dtype) for v in vectors):
-        return flatten(vectors, dtype) if vectors else torch.empty(0, dtype=dtype)
+    every = [t.detach().reshape(-1).contiguous() for t in tensors]
+    vectors = [v for v in every if v.numel()] or every[:1]
+    if any(v.dtype != (dtype or vectors[0].dtype) for v in vectors):
+        return flatten(vectors, dtype)
     first = vectors[0]
     begin = at = first.storage_offset()
     for vector in vectors:

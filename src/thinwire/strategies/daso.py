@@ -69,7 +69,7 @@ class DASO(Strategy):
             say_if_mostly_waiting(recipe.epochs or 0, self.cycling_epochs)
         self.num_nodes = len(nodes)
         self.node = comm.split(nodes, "node")
-        self.exchange = make_exchange(model, local_reducer, self.node)
+        self.exchange = make_exchange(model, local_reducer, self.node, unused_parameters=self.node.size == 1)
         self._make_rails(nodes, reducer)
 
         self.cycle = Cycle(global_every=min(4, max_global_skips))

@@ -17,7 +17,7 @@ from thinwire.data import Batch, to_device
 from thinwire.errors import UsageError
 from thinwire.exchange.buckets import missing_gradient_error
 from thinwire.exchange.gradients import GradientExchange
-from thinwire.optim import OptimizerFactory
+from thinwire.optim import OptimizerFactory, has_scheduler
 from thinwire.strategies.clipping import are_alike, clip_gradients, gradient_norm
 from thinwire.strategies.finite import FiniteCheck
 from thinwire.surgery import memory_format
@@ -87,7 +87,7 @@ class Learner:
                 "average those; use its argument: lambda parameters: torch.optim.SGD(parameters, 0.1). If the loss "
                 "has parameters, make them part of the model"
             )
-        if self.optimizer_replaced_by and _has_scheduler(self.optimizer):
+        if self.optimizer_replaced_by and has_scheduler(self.optimizer):
             raise UsageError(
                 f"{self.optimizer_replaced_by}: the optimizer factory makes a learning-rate scheduler, but this "
                 "strategy makes a new optimizer in mid-run, and the scheduler would start again; give prepare a "
@@ -124,22 +124,25 @@ class Learner:
         if self.is_channels_last and inputs.dim() == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         micro_batches = list(zip(self.micro_batches(inputs), self.micro_batches(targets), strict=True))
-        losses = []
+        losses, in_forward = [], False
         may_fail = self.is_channels_last and not self._has_run
         before = memory_format.ForwardState(self.model, self.device) if may_fail else None
         try:
             for i, (x, y) in enumerate(micro_batches, 1):
                 with nullcontext() if exchanging and i == len(micro_batches) else exchange.accumulating():
+                    in_forward = True
                     with self._autocast:
                         loss = self.recipe.loss(exchange.forward(x), y)
                         if len(micro_batches) > 1:
                             loss = loss * (len(x) / len(inputs))
+                    in_forward = False
                     loss.backward()
                 losses.append(loss.detach())
         except RuntimeError as error:
             self._refuse_sparse()
-            if before is not None and memory_format.is_view_error(error):
-                before.restore()
+            if in_forward and self.is_channels_last and memory_format.is_view_error(error):
+                if before is not None:
+                    before.restore()
                 self.give_up_channels_last()
                 return self.backward(batch, exchange, exchanging)
             unfinished = "Expected to have finished reduction" in str(error)  # how DDP reports it, one step late
@@ -224,6 +227,7 @@ class Learner:
         for there, here in zip(saved["param_groups"], self.optimizer.param_groups, strict=False):
             there |= {key: here[key] for key in IMPLEMENTATION if key in here}  # a run may go on on another device
         self.optimizer.load_state_dict(saved)
+        self._finite_check = FiniteCheck()
         self._adapt_state()
         self.num_steps = state["num_steps"]
 
@@ -243,8 +247,3 @@ class Learner:
         """Split a batch into `accumulate` micro-batches of at least two samples: BatchNorm needs two."""
         number = min(self.recipe.accumulate, len(tensor) // 2)
         return tensor.tensor_split(number) if number > 1 else (tensor,)
-
-
-def _has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether one of torch's schedulers was made for an optimizer: it stores the first learning rate there."""
-    return any("initial_lr" in group for group in optimizer.param_groups)

@@ -62,15 +62,22 @@ class ForwardState:
     """What a forward pass changes: buffers, and the generators of random numbers. To repeat one that failed."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.model, self.device = model, device
-        self.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        self.device = device
+        self.buffers = [
+            (module, name, buffer, None if buffer is None else buffer.clone())
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+        ]
         self.random = torch.get_rng_state()
         self.random_on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
+    @torch.no_grad()
     def restore(self) -> None:
-        """Undo the changes."""
-        for name, value in self.buffers.items():
-            self.model.get_buffer(name).copy_(value)
+        """Undo the changes, also where a forward pass replaces a buffer instead of writing to it."""
+        for module, name, buffer, value in self.buffers:
+            module._buffers[name] = buffer
+            if buffer is not None and value is not None:
+                buffer.copy_(value)
         torch.set_rng_state(self.random)
         if self.random_on_gpu is not None:
             torch.cuda.set_rng_state(self.random_on_gpu, self.device)
