@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from thinwire.comm.base import Comm
 from thinwire.data import Batch, Shard
+from thinwire.errors import UsageError
 from thinwire.exchange.gradients import make_exchange
 from thinwire.reducers.base import Reducer
 from thinwire.reducers.mean import mean
@@ -42,6 +43,8 @@ class DataParallel(Strategy):
         bucket_mb: Annotated[float, Field(gt=0)] = 25.0,  # size of a bucket; lower = sends earlier, more messages
         unused_parameters: bool = False,  # true = some parameters may get no gradient in a step; costs a graph search
     ) -> None:
+        if recipe.compile and bucket_mb < 1:
+            raise UsageError(f"data_parallel: bucket_mb={bucket_mb}, but with compile possible: 1 or more")
         self.shard = Shard(comm.rank, comm.size)
         self.comm = comm
         self.model = model

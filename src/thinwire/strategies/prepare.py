@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire import registry
+from thinwire import kernels, registry
 from thinwire.comm.base import Comm
 from thinwire.common.dtypes import refuse_unfit
+from thinwire.common.messages import say
 from thinwire.errors import UsageError
 from thinwire.optim import OptimizerFactory
 from thinwire.spec import parse
@@ -64,10 +65,37 @@ def make_strategy(spec: str, model: nn.Module, recipe: Recipe, comm: Comm) -> St
     """The strategy that a spec names; if the recipe says so, the model is compiled in place."""
     if recipe.compile:
         refuse_compiling(spec)
+    kernels.check_choice()
     strategy: Strategy = registry.build("strategies", spec, model, recipe, comm)
     if recipe.compile:
-        model.compile()  # in place: names stay, and copies are not compiled
+        say("compiling the model: the first steps take seconds to minutes", comm.rank, once=True)
+        _compile_in_place(model)
     return strategy
+
+
+def _compile_in_place(model: nn.Module) -> None:
+    """What `model.compile()` does: names stay, and copies are not compiled.
+
+    But torch does not compile its own modules when they are called from outside, so that method does nothing for an
+    nn.Sequential. A function of ours between the two is compiled with what it calls.
+    """
+
+    if next(model.parameters()).device.type == "cpu":
+        from torch._inductor import cpp_builder
+
+        try:
+            cpp_builder.get_cpp_compiler()
+        except Exception as error:
+            reason = str(error).splitlines()[0]
+            raise UsageError(
+                f"compile needs a C++ compiler on a CPU, and torch finds none ({reason}); install g++, name another "
+                "one in CXX, or leave compile out"
+            ) from error
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)
+
+    model._compiled_call_impl = torch.compile(call)
 
 
 def refuse_compiling(spec: str) -> None:
