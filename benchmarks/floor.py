@@ -34,9 +34,10 @@ import floor_render
 from conditions import Found, chosen_kernels, command, hardware, revision, today, versions
 from floor_processes import free_ports, started, threads_of, why
 from floor_results import LINKS, Results
-from floor_rows import Row, by_hosts, selected
+from floor_rows import BY_NAME, Row, by_hosts, selected
 
-from thinwire import netlab
+from thinwire import kernels, netlab
+from thinwire.errors import UsageError
 
 DEFAULTS = {"cuda": ("resnet18", 128), "cpu": ("mlp(width=1024, depth=3)", 16)}  # model, and batch of a rank
 ROW_LIMIT_SECONDS, START_LIMIT_SECONDS = 150, 90  # without a result for this long, a row has failed
@@ -60,12 +61,30 @@ def main() -> None:
     options = parser.parse_args()
     if options.stale and not options.resume:
         parser.error("--stale is for --resume")
-    if options.job:
-        run_job(json.loads(options.job.read_text()))
-    elif options.render:
-        floor_render.render(options.render)
-    else:
-        measure_all(options)
+    check(options, parser)
+    try:
+        if options.job:
+            run_job(json.loads(options.job.read_text()))
+        elif options.render:
+            floor_render.render(options.render)
+        else:
+            measure_all(options)
+    except UsageError as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        print("stopped; --resume measures what is missing", file=sys.stderr)
+        sys.exit(130)
+
+
+def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Refuse numbers that are not above zero, and words that no row has in its name."""
+    for name in ("ranks", "batch_size", "seconds", "minutes"):
+        if getattr(options, name) is not None and not getattr(options, name) > 0:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}; possible: more than 0")
+    known = [*BY_NAME, "trainer"]
+    for word in options.only:
+        if not any(word in name for name in known):
+            parser.error(f"--only {word}: no row has that in its name; possible: {', '.join(known)}")
 
 
 def run_job(job: Found) -> None:
@@ -77,7 +96,7 @@ def run_job(job: Found) -> None:
         from floor_trainer import CASES, measure_case
 
         case = next(case for case in CASES[job["device"]] if case.name == job["case"])
-        found = measure_case(case, torch.device(job["device"], 0))
+        found = measure_case(case, torch.device(job["device"], 0), Path(job["folder"]))
         Path(job["folder"], "row-0.json").write_text(json.dumps(found))
     else:
         from floor_rank import measure_rows
@@ -171,7 +190,6 @@ def measure_all(options: argparse.Namespace) -> None:
     about = facts(options)
     out = options.out or Path("speed-gpu.json" if about["device"] == "cuda" else "speed-cpu.json")
     results = Results(out, about, options.resume)
-    results.save()
     measuring = Measuring(options, results)
     wanted = revision() if options.stale else None  # None: any
     cases = [name for name in trainer_names(about["device"], options.only) if not results.has_trainer(name, wanted)]
@@ -219,6 +237,7 @@ def facts(options: argparse.Namespace) -> Found:
     import torch
     from floor_loops import make_model
 
+    kernels.check_choice()
     has_gpu = torch.cuda.is_available()
     device = options.device if options.device != "auto" else "cuda" if has_gpu else "cpu"
     if device == "cuda" and not has_gpu:
@@ -235,6 +254,7 @@ def facts(options: argparse.Namespace) -> Found:
         "parameters": sum(p.numel() for p in make_model(model).parameters()),
         "batch_size": options.batch_size or batch_size,
         "ranks": options.ranks,
+        **chosen_kernels(),
     }
 
 

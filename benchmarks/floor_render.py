@@ -224,13 +224,13 @@ def picture(results: Found) -> str:
                 f'<text x="0" y="{y + 13}">{escape(shortened(one.name))}</text>',
                 _rect("bar", LEFT, y, bar, 16),
                 _rect("mark", LEFT + mark - 1.5, y - 2, 3, 20),
-                f'<text x="{LEFT + max(bar, mark) + 8:.1f}" y="{y + 13}">{one.ms:.1f}, × {one.ratio:.2f}</text>',
+                f'<text x="{LEFT + max(bar, mark) + 8:.1f}" y="{y + 13}">{one.ms:.1f}, {one.ratio:.2f} × bound</text>',
             ]
             y += ROW
         y += 14
     parts += [
         _rect("bar", LEFT, y + 2, 24, 12),
-        f'<text x="{LEFT + 32}" y="{y + 13}">measured; the number after × is measured ÷ bound</text>',
+        f'<text x="{LEFT + 32}" y="{y + 13}">measured, in ms</text>',
         _rect("mark", LEFT + 10.5, y + ROW - 2, 3, 20),
         f'<text x="{LEFT + 32}" y="{y + ROW + 13}">bound, from compute and wire floor</text>',
     ]

@@ -67,12 +67,16 @@ class Results:
     def __init__(self, path: Path, about: Found, resume: bool) -> None:
         self.path = path
         self.data: Found = {**about, "links": {}, "trainer": [], "rows": []}
-        if resume and path.exists():
+        if path.exists() and not resume:
+            raise SystemExit(f"{path} has results already; --resume adds to them, another --out begins anew")
+        if path.exists():
             saved = json.loads(path.read_text())
-            same = ("device", "hardware", "versions", "model", "batch_size", "ranks", "parameters")
-            differing = [key for key in same if saved[key] != about[key]]
+            same = ("device", "hardware", "versions", "model", "batch_size", "ranks", "parameters", "kernels")
+            differing = [
+                f"{key} {saved.get(key)}, not {about.get(key)}" for key in same if saved.get(key) != about.get(key)
+            ]
             if differing:
-                raise SystemExit(f"{path} is of another {', '.join(differing)}; give another --out, or no --resume")
+                raise SystemExit(f"{path} has {'; '.join(differing)}; give another --out")
             self.data = {**saved, "commands": [*saved["commands"], *about["commands"]]}
 
     def add_row(self, found: Found) -> None:

@@ -60,9 +60,9 @@ CASES = {
 }  # fmt: skip
 
 
-def measure_case(case: Case, device: torch.device) -> Found:
-    """Milliseconds of a step of each loop, by round."""
-    with tempfile.TemporaryDirectory() as parent:
+def measure_case(case: Case, device: torch.device, within: Path) -> Found:
+    """Milliseconds of a step of each loop, by round. Files are made in a folder that the caller removes."""
+    with tempfile.TemporaryDirectory(dir=within) as parent:
         folder = Path(parent)
         write_data(case, folder)
         task = load_task(case.task, folder, 0)

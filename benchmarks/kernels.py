@@ -44,6 +44,10 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="other programs for Triton's kernels, at the last size")
     parser.add_argument("--json", type=Path, help="write what was measured to this file")
     options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda, but torch finds no GPU here; use --device cpu")
+    if options.device == "cpu" and "triton" in (options.versions or []):
+        parser.error("--versions triton is for --device cuda; possible on a CPU: eager, compiled")
     versions = options.versions or [v for v in VERSIONS if options.device == "cuda" or v != "triton"]
     found = conditions(options.device)
     if options.device == "cpu":

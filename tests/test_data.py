@@ -128,7 +128,7 @@ def test_streams_are_for_ones_own_loop() -> None:
 
 
 def test_a_batch_of_nothing_is_refused() -> None:
-    with pytest.raises(tw.UsageError, match="batch_size=0; possible: 1 or more"):
+    with pytest.raises(tw.UsageError, match="batch_size=0; possible: whole numbers, 1 or more"):
         tw.loader(numbers(4), Shard(0, 1), batch_size=0)
 
 

@@ -108,7 +108,7 @@ def test_results_are_added_one_by_one_and_continued(tmp_path: Path) -> None:
     assert [(row["row"], row["rounds_ms"][0]) for row in saved["rows"]] == [("ist(local_steps=64)", 600), ("DDP", 500)]
     assert (saved["date"], len(saved["commands"])) == ("2026-01-02", 2)  # the date of the first command
     assert [file.name for file in tmp_path.iterdir()] == ["speed.json"]
-    with pytest.raises(SystemExit, match="another batch_size"):
+    with pytest.raises(SystemExit, match="batch_size 128, not 64"):
         results.Results(path, ABOUT | {"batch_size": 64}, resume=True)
 
 

@@ -65,8 +65,8 @@ class Loader:
             raise UsageError(
                 f"shard is {type(shard).__name__}; give trainer.shard, of the trainer that takes the batches"
             )
-        if batch_size < 1:
-            raise UsageError(f"batch_size={batch_size}; possible: 1 or more")
+        if batch_size < 1 or batch_size != int(batch_size):
+            raise UsageError(f"batch_size={batch_size}; possible: whole numbers, 1 or more")
         self.device = None if device is None else torch.device(device)
         self.dataset = on_device(dataset, self.device)
         self.shard = shard

@@ -19,6 +19,7 @@ import pytest
 
 from tests import programs
 from tests.run.test_worker import same_files, timeless
+from thinwire.launch.agent import how_to_go_on
 from thinwire.run.records import read_rows
 
 pytestmark = pytest.mark.usefixtures("program_server")
@@ -216,6 +217,14 @@ def test_a_signal_ends_all_ranks_and_what_is_finished_is_kept(tmp_path: Path, si
     assert code == 130
     assert err.splitlines()[-1] == f"thinwire: stopped by {sig.name}; --resume goes on from the last checkpoint"
     assert all(line.startswith(("epoch", "step", "thinwire:")) for line in err.splitlines()), err
+
+
+def test_a_run_that_saved_nothing_cannot_be_resumed(tmp_path: Path) -> None:
+    assert how_to_go_on(None) == how_to_go_on(tmp_path) == "nothing was saved yet; run the command again"
+    folder = tmp_path / "checkpoints" / "step-1"
+    folder.mkdir(parents=True)
+    (folder / "rank-0.json").touch()
+    assert how_to_go_on(tmp_path) == "--resume goes on from the last checkpoint"
 
 
 def test_torchrun_worlds_are_joined(tmp_path: Path) -> None:

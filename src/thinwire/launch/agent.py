@@ -22,6 +22,7 @@ from thinwire.errors import Stopped
 from thinwire.launch.failures import Failure, first_cause
 from thinwire.netlab import Host, Lab
 from thinwire.run.network import LinkReport, check_link
+from thinwire.run.records import RunFolder
 
 AGENT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # the agent replaces their handlers
 
@@ -83,7 +84,7 @@ def _run_agent(config: RunConfig, payload: dict[str, Any], scratch: str) -> None
     try:
         result = agent.run()
     except SignalException as stopped:
-        raise Stopped(f"stopped by {stopped.sigval.name}; --resume goes on from the last checkpoint") from None
+        raise Stopped(f"stopped by {stopped.sigval.name}; {how_to_go_on(config.out)}") from None
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -92,6 +93,13 @@ def _run_agent(config: RunConfig, payload: dict[str, Any], scratch: str) -> None
             rank.join(5)
     if result.is_failed():
         raise first_cause(result.failures)
+
+
+def how_to_go_on(out: Path | None) -> str:
+    """What to do after a run was stopped: it may have saved nothing yet."""
+    if out is not None and any(RunFolder(out).checkpoints.glob("*/rank-*.json")):
+        return "--resume goes on from the last checkpoint"
+    return "nothing was saved yet; run the command again"
 
 
 def _silence_torch() -> None:
