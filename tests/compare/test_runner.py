@@ -89,11 +89,7 @@ def test_two_comparisons_give_the_same_numbers(twice: Path) -> None:
         assert one["wire_bytes_per_rank"] == two["wire_bytes_per_rank"]
         kernel = [row["kernel_bytes_per_rank"]["mean"] for row in (one, two)]
         print(f"{one['strategy']}: kernel {kernel} B, {100 * (kernel[1] / kernel[0] - 1):+.4f} %")
-        wire = one["wire_bytes_per_rank"]["mean"]
-        assert all(0 < count - wire < 0.025 * wire for count in kernel)
-        # Small messages over two lanes: how many acknowledgements TCP sends depends on how busy the machine is.
-        same = 0.001 * kernel[0] if one["strategy"] == SPECS[0] else 0.1 * (kernel[0] - wire)
-        assert abs(kernel[0] - kernel[1]) < same
+        assert abs(kernel[0] / kernel[1] - 1) < 0.001
 
 
 def test_strategies_start_alike_and_seeds_differ(twice: Path) -> None:
