@@ -80,7 +80,7 @@ def run_stage(spec: str, model: str, batch_size: int) -> list[Span]:
         for step in range(NUM_STEPS):
             with timeline.step(step):
                 trainer.step(batch)
-        spans = timeline.rows()
+        spans = timeline.take_rows()
         trainer.end_epoch()
         comm.barrier()
     kinds = {"step": "busy", "waiting": "wait"}

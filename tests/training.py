@@ -13,6 +13,7 @@ import thinwire as tw
 from thinwire.comm.base import Comm
 
 Data = list[tuple[Tensor, Tensor]]
+EXAMPLES = {"sequence": "sequence([data_parallel, local_sgd])"}  # of strategies that need an option
 Weights = dict[str, Tensor]
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -47,6 +48,11 @@ def _deep_net() -> nn.Sequential:
 MODELS = {seed: seeded(seed, _small_net) for seed in range(4)}  # with batch norm
 PLAIN = seeded(5, _plain_net)  # a batch in parts gives the gradients of the whole batch
 DEEP = seeded(6, _deep_net)  # has several buckets
+
+
+def spec_of(name: str) -> str:
+    """A spec of a registered strategy."""
+    return EXAMPLES.get(name, name)
 
 
 # ---- batches

@@ -69,7 +69,7 @@ class Loader:
             raise UsageError(f"batch_size={batch_size}; possible: whole numbers, 1 or more")
         self.device = None if device is None else torch.device(device)
         self.dataset = on_device(dataset, self.device)
-        self.shard = shard
+        self.shard = self._first_shard = shard  # `shard` is another one after some seams of a sequence
         self.ranks = ranks or shard.count
         self.batch_size = batch_size
         self.seed = seed
@@ -122,7 +122,7 @@ class Loader:
         self.epoch, self.batch, self._has_begun = state["epoch"], state["batch"], False
 
     def _identity(self) -> dict[str, Any]:
-        shard = f"{self.shard.index} of {self.shard.count}"
+        shard = f"{self._first_shard.index} of {self._first_shard.count}"
         return {
             "samples": self.num_samples,
             "batch_size": self.batch_size,

@@ -51,7 +51,7 @@ def test_spans_are_kept_between_record_and_pause_only() -> None:
         with timeline.step(number):
             timeline.add_operation("all_reduce", time.perf_counter(), time.perf_counter() + 1, 40)
             timeline.add_waiting(5.0, 5.5)
-    kept = timeline.rows()
+    kept = timeline.take_rows()
     assert [(span["step"], span["kind"]) for span in kept] == [
         (1, "communication"), (1, "waiting"), (1, "step"), (2, "communication"), (2, "waiting"), (2, "step"),
     ]  # fmt: skip

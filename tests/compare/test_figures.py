@@ -14,7 +14,7 @@ from thinwire.compare.report import page
 from thinwire.compare.report.axes import metric_axis
 from thinwire.compare.report.pareto import Point, pareto_front
 from thinwire.compare.report.style import short
-from thinwire.compare.report.timeline import timeline, without
+from thinwire.compare.report.timeline import timelines, without
 from thinwire.compare.results import read_results
 from thinwire.run.records import RunFolder
 
@@ -101,7 +101,7 @@ def test_the_front_is_what_nothing_beats() -> None:
 def test_computing_is_the_step_without_waiting(tmp_path: Path) -> None:
     assert without(0, 10, [(6, 12), (2, 3), (2, 2.5), (-4, -1)]) == [(0, 2), (3, 6)]
     results = compare(tmp_path, [DENSE], (0,), ranks=10)
-    figure = timeline(0, results.entries[0])
+    (figure,) = timelines(0, results.entries[0])
     assert figure is not None
     assert "The first 8 of 10 ranks." in figure.reading
     computing, waiting, wire = figure.data

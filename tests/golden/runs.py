@@ -39,6 +39,10 @@ STRATEGIES = {
         "local_parallel(blocks=2, window=2, microbatches=2, wire=bf16, head=readout(every=2), reducer=maxnorm)",
         "local_parallel(blocks=4, window=2, head=predsim, losses=farthest)",
     ],
+    "sequence": [
+        "sequence([local_sgd(every=3), data_parallel(reducer=maxnorm(bits=4))], [1, 2])",
+        "sequence([ab(sync_every=3, warmup=1, cutoff=0.7), diloco(every=4)], [0.67, 0.33], schedule=part)",
+    ],
     "pipeline": ["pipeline(blocks=2)", "pipeline(blocks=2, schedule=gpipe, microbatches=2, reducer=maxnorm(bits=4))"],
 }
 REDUCERS = {

@@ -583,6 +583,7 @@ def work_done(comm: Comm, specs: list[str], settings: dict[str, Any], folder: st
 def test_every_strategy_takes_the_same_updates_and_samples(process_world: ProcessWorlds, tmp_path: Path) -> None:
     """Of 54 samples, 4 ranks with batch 4 take 48 in 3 updates; what is left is too little for each of them."""
     specs = {name: name for name in registry.TABLE["strategies"]}
+    specs["sequence"] = "sequence([local_sgd])"  # one part, in the one epoch
     specs |= {"daso": "daso(warmup_epochs=0, cooldown_epochs=0)", "halves": "local_parallel(blocks=2)"}
     specs |= {"pipeline in halves": "pipeline(blocks=2)"}
     settings = {"task": "synthetic(samples=54, width=8, depth=3)", "batch_size": 4, "epochs": 1}

@@ -12,7 +12,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor import cpp_builder
 
 import thinwire as tw
-from tests.training import MODELS, batches, seeded, steps, trainer, weights
+from tests.training import MODELS, batches, seeded, spec_of, steps, trainer, weights
 from tests.worlds import on_threads
 from thinwire import registry
 from thinwire.comm.base import Comm
@@ -51,14 +51,14 @@ def prepared(comm: Comm, spec: str) -> bool:
     return trainer(comm, spec, compile=True).model._compiled_call_impl is not None
 
 
-@pytest.mark.parametrize("spec", sorted(set(registry.TABLE["strategies"]) - REFUSED))
+@pytest.mark.parametrize("spec", sorted(map(spec_of, set(registry.TABLE["strategies"]) - REFUSED)))
 def test_strategies_that_leave_the_model_whole_compile_it(spec: str) -> None:
     assert all(on_threads(prepared, 2, spec))
 
 
-@pytest.mark.parametrize("spec", sorted(REFUSED))
+@pytest.mark.parametrize("spec", [*sorted(REFUSED), "sequence([data_parallel, ab])"])
 def test_strategies_that_cut_the_model_refuse_to_compile_it(spec: str) -> None:
-    message = rf"{spec} cuts the model or replaces its layers.*leave compile out.*data_parallel.*local_sgd"
+    message = rf"{'ab' if spec.startswith('sequence') else spec} cuts the model or replaces its layers.*leave compile out.*data_parallel.*local_sgd"
 
     def refused(comm: Comm) -> Any:
         with pytest.raises(tw.UsageError, match=message):

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.training import MODELS, batches, epochs, same, steps, trainer, weights
+from tests.training import MODELS, batches, epochs, same, spec_of, steps, trainer, weights
 from tests.worlds import ProcessWorlds, World, on_threads, worlds
 from thinwire import registry
 from thinwire.comm.base import Comm
 
-STRATEGIES = sorted(registry.TABLE["strategies"])
+STRATEGIES = sorted(map(spec_of, registry.TABLE["strategies"]))
 VARIANTS = [
     *STRATEGIES,
     "local_sgd(every=2, reducer=error_feedback(maxnorm(bits=4)))",
@@ -28,9 +28,11 @@ VARIANTS = [
     "ist(local_steps=2)",
     "local_parallel(window=2, microbatches=2, wire=bf16, head=readout(every=2), reducer=error_feedback(maxnorm))",
     "pipeline(schedule=gpipe, microbatches=3, reducer=error_feedback(maxnorm(bits=4)))",
+    "sequence([local_sgd(every=2), data_parallel(reducer=error_feedback(maxnorm(bits=4)))], [1])",
+    "sequence([ab(sync_every=3, warmup=1, cutoff=0.7), diloco(every=4, fragments=2)], [1])",
 ]
 # Ranks of these train different things: only the models that they consolidate to are equal.
-APART = ("ab", "ist", "local_parallel", "pipeline")
+APART = ("ab", "ist", "local_parallel", "pipeline", "sequence([ab")
 
 
 def train_from_different_weights(comm: Comm, spec: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -36,6 +36,7 @@ class Comm(ABC):
     backend: str
     ledger: Ledger
     is_async = False  # whether `in_background` returns before the work is done
+    is_simulated = False  # whether ranks are threads of one process
     nodes: tuple[int, ...]  # the node that each rank of the group is on
 
     # ---- reductions: every rank gives the same shape and dtype, and gets bitwise the same result
@@ -159,6 +160,14 @@ class Comm(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Release the threads and connections of this group."""
+
+    @property
+    def num_subgroups(self) -> int:
+        """How many groups that were split from this one are open. Simulated ranks open none."""
+        return 0
+
+    def close_subgroups(self, keep: int = 0) -> None:  # noqa: B027
+        """Close the groups that were split from this one, but for the first few."""
 
     # ---- what a backend provides: operations on staged tensors, whose results are on the device that is given
 

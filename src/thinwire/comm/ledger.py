@@ -1,4 +1,4 @@
-"""The ledger: every operation's payload and wire bytes, by link, operation, group size and purpose."""
+"""The ledger: every operation's payload and wire bytes, by purpose, link, operation, group size and part."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class Key(NamedTuple):
     link: str
     op: str
     ranks: int
+    part: int = 0  # of a sequence of strategies, counted from 1; 0 where there is none
 
 
 @dataclass
@@ -49,6 +50,7 @@ class Ledger:
     def __init__(self) -> None:
         self.totals: dict[Key, Total] = {}
         self.timeline = Timeline()
+        self.part = 0  # under which operations are booked now
         self._lock = threading.Lock()
         self._purpose = threading.local()  # each thread has a purpose of its own
 
@@ -75,7 +77,7 @@ class Ledger:
         self, link: str, op: str, *, ranks: int, payload_bytes: int, wire_bytes: int, between_bytes: int
     ) -> Total:  # fmt: skip
         """Add one operation; returns the total that it is part of, for `start_clock` and `stop_clock`."""
-        key = Key(self.current_purpose, link, op, ranks)
+        key = Key(self.current_purpose, link, op, ranks, self.part)
         with self._lock:
             total = self.totals.setdefault(key, Total())
             total.calls += 1
@@ -113,7 +115,8 @@ class Ledger:
     def load_rows(self, rows: list[dict[str, Any]]) -> None:
         """Continue from rows saved earlier."""
         self.totals = {
-            Key(*(row[name] for name in Key._fields)): Total(*(row[name] for name in Total.__annotations__))
+            Key(**{name: row[name] for name in Key._fields if name in row}):  # earlier versions have no part
+            Total(*(row[name] for name in Total.__annotations__))
             for row in rows
         }
 

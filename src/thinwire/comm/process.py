@@ -107,9 +107,12 @@ class ProcessComm(Comm):
                 dist.destroy_process_group(group)
             del group
 
-    def close_subgroups(self) -> None:
-        """Close the groups that were split from this one."""
-        while self._subgroups:
+    @property
+    def num_subgroups(self) -> int:
+        return len(self._subgroups)
+
+    def close_subgroups(self, keep: int = 0) -> None:
+        while len(self._subgroups) > keep:
             self._subgroups.pop().close()
 
     def in_background(self, work: Callable[[], T], device: torch.device) -> BackgroundWork[T]:

@@ -28,6 +28,7 @@ class ThreadComm(Comm):
     """One rank of a world of threads. It books what gloo would send for the same operations."""
 
     backend = "gloo"
+    is_simulated = True
 
     def __init__(
         self, board: Board, members: Sequence[int], rank: int, link: str, ledger: Ledger, nodes: Sequence[int]

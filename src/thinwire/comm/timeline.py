@@ -95,16 +95,17 @@ class Timeline:
         """Keep no spans from now on."""
         self._is_recording = False
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Pause, and return the recorded spans for JSON, in wall-clock time so that those of ranks can be compared."""
+    def take_rows(self) -> list[dict[str, Any]]:
+        """Pause, and return and forget the recorded spans: for JSON, in wall-clock time, which all ranks share."""
         self.pause()
+        spans, self._spans = self._spans, []
         to_wall_clock = time.time() - time.perf_counter()
         return [
             {
                 "step": span.step, "kind": span.kind, "name": span.name, "begin": round(span.begin + to_wall_clock, 6),
                 "seconds": round(span.end - span.begin, 6), "bytes": span.bytes,
             }
-            for span in self._spans
+            for span in spans
         ]  # fmt: skip
 
     def _keep(self, span: Span) -> None:

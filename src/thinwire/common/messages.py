@@ -9,9 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 logger = logging.getLogger("thinwire")
 _said: set[str] = set()  # messages that are logged once
+_thread = threading.local()
 
 
 def say(text: str, rank: int = 0, *, once: bool = False, level: int = logging.INFO) -> None:
@@ -19,11 +23,21 @@ def say(text: str, rank: int = 0, *, once: bool = False, level: int = logging.IN
 
     Without a rank it is logged wherever it is said.
     """
-    if rank != 0 or (once and text in _said):
+    if rank != 0 or getattr(_thread, "is_quiet", False) or (once and text in _said):
         return
     if once:
         _said.add(text)
     logger.log(level, text)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, this thread says nothing."""
+    before, _thread.is_quiet = getattr(_thread, "is_quiet", False), True
+    try:
+        yield
+    finally:
+        _thread.is_quiet = before
 
 
 def print_line(text: str) -> None:

@@ -7,6 +7,7 @@ To add a method: write its module, add one line to `table.TABLE`, add one test f
 from thinwire.registry.building import bind_options as bind_options
 from thinwire.registry.building import build as build
 from thinwire.registry.building import check as check
+from thinwire.registry.building import strategies_in as strategies_in
 from thinwire.registry.listing import Entry as Entry
 from thinwire.registry.listing import Option as Option
 from thinwire.registry.listing import describe as describe

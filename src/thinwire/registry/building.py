@@ -17,6 +17,7 @@ from thinwire.registry.table import SINGULAR, TABLE
 from thinwire.spec import Spec, parse
 
 KIND_OF_TYPE = {"Reducer": "reducers", "Head": "heads"}  # an option of this type is itself a spec, of this kind
+STRATEGIES = list[Spec]  # an option of this type is a list of strategies, which are checked and built later
 Parameters = dict[str, inspect.Parameter]
 
 
@@ -37,6 +38,18 @@ def check(kind: str, spec: Spec | str) -> None:
     bind_options(load(kind, spec.name), spec)
 
 
+def strategies_in(spec: Spec | str) -> list[Spec]:
+    """The strategies that a strategy is made of; the strategy itself, if it is not made of others.
+
+    >>> [str(one) for one in strategies_in("sequence([alone, local_sgd(every=2)])")]
+    ['alone', 'local_sgd(every=2)']
+    """
+    spec = spec if isinstance(spec, Spec) else parse(spec)
+    target = load("strategies", spec.name)
+    names = [name for name, hint in get_type_hints(target.__init__).items() if hint == STRATEGIES]
+    return [one for name in names for one in bind_options(target, spec)[name]] or [spec]
+
+
 def bind_options(target: Any, spec: Spec, num_leading: int = 0) -> dict[str, Any]:
     """The keyword arguments that a spec gives to a function or class, checked against its signature.
 
@@ -51,10 +64,15 @@ def bind_options(target: Any, spec: Spec, num_leading: int = 0) -> dict[str, Any
     }
     given = _name_values(spec, parameters)
     for name, p in parameters.items():
+        is_missing = p.default is p.empty and name not in given
         kind = KIND_OF_TYPE.get(_type_name(hints.get(name)))
-        if kind and p.default is p.empty and name not in given:
+        if kind and is_missing:
             raise UsageError(
                 f"{spec.name}: {name} is missing; give a {SINGULAR[kind]}, for example {spec.name}(maxnorm)"
+            )
+        if hints.get(name) == STRATEGIES and is_missing:
+            raise UsageError(
+                f"{spec.name}: {name} is missing; give a list of strategies, as {spec.name}([data_parallel, local_sgd])"
             )
     given = {name: _build_nested(f"{spec.name}: {name}", value, hints.get(name)) for name, value in given.items()}
     return _validate(spec.name, given, parameters, hints)
@@ -79,6 +97,8 @@ def _name_values(spec: Spec, parameters: Parameters) -> dict[str, Any]:
 
 def _build_nested(option: str, value: Any, hint: Any) -> Any:
     """For an option that is a reducer or a head, what its spec names; for others, a bare word as text."""
+    if hint == STRATEGIES:
+        return _checked_strategies(option, value)
     kind = KIND_OF_TYPE.get(_type_name(hint))
     if kind and isinstance(value, str):
         value = parse(value)
@@ -91,6 +111,21 @@ def _build_nested(option: str, value: Any, hint: Any) -> Any:
     if value.args or value.options:
         raise UsageError(f"{option}={value} is not possible: should be a number, a word or a list, without brackets")
     return value.name
+
+
+def _checked_strategies(option: str, value: Any) -> list[Spec]:
+    if not isinstance(value, list):
+        shown = f"[{value}]" if isinstance(value, Spec) else "[data_parallel, local_sgd]"
+        raise UsageError(f"{option}={value} is not a list of strategies; write it in brackets, as {shown}")
+    specs = [parse(item) if isinstance(item, str) else item for item in value]
+    for number, spec in enumerate(specs, 1):
+        if not isinstance(spec, Spec):
+            raise UsageError(f"{option}: {spec!r} is not a strategy; possible: {', '.join(TABLE['strategies'])}")
+        try:
+            check("strategies", spec)
+        except UsageError as error:
+            raise UsageError(f"{option}, part {number}: {error}") from None
+    return specs
 
 
 def _validate(owner: str, given: dict[str, Any], parameters: Parameters, hints: dict[str, Any]) -> dict[str, Any]:

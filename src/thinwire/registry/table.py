@@ -16,6 +16,7 @@ TABLE: dict[str, dict[str, str]] = {
         "ist": "thinwire.strategies.ist:IST",
         "local_parallel": "thinwire.strategies.local_parallel:LocalParallel",
         "pipeline": "thinwire.strategies.pipeline:Pipeline",
+        "sequence": "thinwire.strategies.sequence:Sequence",
     },
     "reducers": {
         "mean": "thinwire.reducers.mean:mean",

@@ -56,12 +56,12 @@ class Meters:
             return all_gather_json(self.comm, own)
 
     def gather_timeline(self) -> list[dict[str, Any]]:
-        """The recorded spans of all ranks; times count from the first one's begin. Collective."""
+        """The spans of all ranks that were recorded since the last call; times count from the first. Collective."""
         with self.ledger.purpose("eval"):
-            spans_by_rank = all_gather_json(self.comm, self.timeline.rows()[:MAX_SPANS], SPANS_BYTES)
+            spans_by_rank = all_gather_json(self.comm, self.timeline.take_rows()[:MAX_SPANS], SPANS_BYTES)
         begin = min((span["begin"] for spans in spans_by_rank for span in spans), default=0.0)
         return [
-            {"rank": rank, **span, "begin": round(span["begin"] - begin, 6)}
+            {"rank": rank, "part": self.ledger.part, **span, "begin": round(span["begin"] - begin, 6)}
             for rank, spans in enumerate(spans_by_rank)
             for span in spans
         ]

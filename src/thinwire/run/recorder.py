@@ -48,7 +48,7 @@ class Recorder:
             own_loss = torch.tensor([at.loss_sum / at.batch, 1.0], dtype=torch.float64) * self.strategy.sees_loss
             loss_sum, num_losses = self.comm.sum(own_loss).tolist()
         by_rank = self.meters.gather(at.train_seconds)
-        timeline = self.meters.gather_timeline() if at.epoch == 0 else []
+        timeline = self.meters.gather_timeline() if at.epoch in self.strategy.timeline_epochs else []
         sent = sent_by_purpose(by_rank)
         where = {"step": at.step, "epoch": at.epoch + 1}
         extra: dict[str, Any] = {f"test_{name}": value for name, value in tested.items()} | self._status()
@@ -65,7 +65,7 @@ class Recorder:
             self.folder.append(self.folder.metrics, [row])
             self.folder.append_ledger(where, [one["ledger"] for one in by_rank])
             if timeline:
-                self.folder.save_timeline(timeline)
+                self.folder.append(self.folder.timeline, timeline)
         return row, by_rank
 
     def at_end(self, at: Position, seconds: Callable[[], float], show: bool) -> dict[str, Any]:

@@ -82,12 +82,9 @@ class RunFolder:
         rows = [{**where, "rank": rank, **line} for rank, ledger in enumerate(ledgers) for line in ledger]
         self.append(self.ledger, rows)
 
-    def save_timeline(self, rows: list[dict[str, Any]]) -> None:
-        write_text(self.timeline, "".join(json.dumps(row) + "\n" for row in rows))
-
     def drop_rows_after(self, step: int) -> None:
         """Drop the rows of steps that a resumed run will repeat, and the final rows: it will write new ones."""
-        for file in (self.metrics, self.ledger):
+        for file in (self.metrics, self.ledger, self.timeline):
             kept = [row for row in read_rows(file) if row["step"] <= step and not row.get("final")]
             write_text(file, "".join(json.dumps(row) + "\n" for row in kept))
 

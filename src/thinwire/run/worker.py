@@ -145,9 +145,10 @@ class Run:
             return (self.at.samples - samples) / (self.at.train_seconds - seconds)
 
         self.strategy.begin_epoch(len(self.loader))
+        self.loader.shard = self.strategy.shard  # a new part of a sequence may read another one
         with closing(self.loader.batches(self.at.epoch, start=self.at.batch)) as batches:
             for i, (inputs, targets) in enumerate(batches):
-                if self.at.epoch == 0:
+                if self.at.epoch in self.strategy.timeline_epochs:
                     self.meters.record_some_steps(i)
                 with self.meters.timeline.step(self.at.step + 1):
                     self.losses.append(self.strategy.step((self._transformed(inputs), targets)))

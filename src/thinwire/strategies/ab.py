@@ -30,11 +30,12 @@ from thinwire.reducers.states import carry_over, load_states
 from thinwire.strategies.ab_groups import make_groups
 from thinwire.strategies.ab_moments import PhaseMoments, full_rank_name, optimizer_states
 from thinwire.strategies.ab_phases import Length, LengthOrZero, Phase, PhaseLengths, Phases
-from thinwire.strategies.base import Artifact, Strategy
+from thinwire.strategies.base import Artifact, SmallModel, Strategy, factored_artifact
 from thinwire.strategies.learner import Learner, Recipe
 from thinwire.strategies.replicas import average_buffers, replicate
 from thinwire.strategies.series import Series
 from thinwire.surgery.attention import unpack_attention
+from thinwire.surgery.low_rank_model import find_low_rank_layers
 from thinwire.surgery.memory_format import usual_copy
 from thinwire.surgery.moments import OptimizerState, copy_state
 from thinwire.surgery.standard import to_standard_modules
@@ -54,6 +55,7 @@ class AB(Strategy):
     """
 
     keeps_model = False
+    makes_small_model = True
 
     series: ClassVar = {
         "layer_ranks": Series(
@@ -185,11 +187,14 @@ class AB(Strategy):
 
     def artifacts(self) -> list[Artifact]:
         """The model with low-rank layers as two thin ones, if any layer has a low rank."""
+        small = self.small_model()
+        return [] if small is None else [factored_artifact(small.model)]
+
+    def small_model(self) -> SmallModel | None:
         if not self.layer_ranks:
-            return []
-        about, file = "the trained model with low-rank layers as two thin ones", "model-factored.safetensors"
+            return None
         model = self.consolidate(factored=True)
-        return [Artifact("factored", about, model, file, column="Factored model", computes_the_same=True)]
+        return SmallModel(model, find_low_rank_layers(model, self.factoring.layers))
 
     def consolidate(self, factored: bool = False) -> nn.Module:
         """The model that a sync now would give; with `factored`, low-rank layers as two thin ones."""

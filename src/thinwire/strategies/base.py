@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from thinwire.data import Batch, Shard
 from thinwire.errors import UsageError
 from thinwire.strategies.series import Series
+from thinwire.surgery.low_rank_model import LowRankLayers
+from thinwire.surgery.moments import OptimizerState
 
 
 class Artifact(NamedTuple):
@@ -24,6 +26,19 @@ class Artifact(NamedTuple):
     computes_the_same: bool = False  # as the consolidated model, with fewer parameters
 
 
+def factored_artifact(model: nn.Module) -> Artifact:
+    """The artifact of a model with low-rank layers."""
+    about, file = "the trained model with low-rank layers as two thin ones", "model-factored.safetensors"
+    return Artifact("factored", about, model, file, column="Factored model", computes_the_same=True)
+
+
+class SmallModel(NamedTuple):
+    """A model that computes what the consolidated one does, with fewer parameters."""
+
+    model: nn.Module
+    layers: LowRankLayers
+
+
 class Strategy(ABC):
     """A method to train one model on many ranks.
 
@@ -34,9 +49,11 @@ class Strategy(ABC):
     shard: Shard  # which part of each batch this rank reads
     allows_uneven: bool = False  # whether ranks may have different numbers of batches in an epoch
     keeps_model: ClassVar[bool] = True  # whether ranks train the model as it is given; only then can it be compiled
-    checks_targets: ClassVar[bool] = False  # whether it reads the targets on the host in every step
+    checks_targets: bool = False  # whether it reads the targets on the host in every step
     sees_loss: bool = True  # whether the losses that `step` returns on this rank are the whole model's
+    makes_small_model: ClassVar[bool] = False  # whether `small_model` may return one
     series: ClassVar[Mapping[str, Series]] = {}  # how the report shows values of `status`
+    timeline_epochs: Collection[int] = (0,)  # epochs in whose beginning a run records the timeline of some steps
 
     def __init_subclass__(cls, *, abstract: bool = False) -> None:
         super().__init_subclass__()
@@ -70,6 +87,18 @@ class Strategy(ABC):
     def eval_model(self) -> nn.Module:
         """The whole trained model for evaluation. All ranks must run it equally often. Collective."""
         return self.consolidate()
+
+    def small_model(self) -> SmallModel | None:
+        """A copy of the trained model with fewer parameters, equal on every rank, if there is one. Collective."""
+        return None
+
+    def optimizer_state(self) -> dict[str, OptimizerState] | None:
+        """A copy of the optimizer's state by the parameter's name in the consolidated model, equal on every rank.
+
+        None if the optimizer is for other parameters; then the next part of a sequence begins with a new state.
+        Collective.
+        """
+        return None
 
     def artifacts(self) -> list[Artifact]:
         """Further models that this strategy made, at the end of a run. Collective."""

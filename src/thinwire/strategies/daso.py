@@ -23,7 +23,8 @@ from thinwire.strategies.base import Strategy
 from thinwire.strategies.daso_schedule import Cycle, Plateau, cycling_epochs, say_if_mostly_waiting
 from thinwire.strategies.groups import equal_groups, ranks_by_node
 from thinwire.strategies.learner import Learner, Recipe
-from thinwire.strategies.replicas import averaged_copy, replicate
+from thinwire.strategies.replicas import averaged_copy, averaged_state, replicate
+from thinwire.surgery.moments import OptimizerState
 
 
 class DASO(Strategy):
@@ -181,6 +182,10 @@ class DASO(Strategy):
                 once=True,
             )
         return averaged_copy(self.model, self.comm, self.averaging.names if not self.is_in_sync else [])
+
+    def optimizer_state(self) -> dict[str, OptimizerState]:
+        """The mean of the momenta of all ranks."""
+        return averaged_state(self.model, self.learner.optimizer, self.comm)
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -17,6 +17,7 @@ from thinwire.reducers.states import load_states
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.learner import Learner, Recipe
 from thinwire.strategies.replicas import averaged_copy, replicate
+from thinwire.surgery.moments import OptimizerState, states_by_name
 
 
 class DataParallel(Strategy):
@@ -62,6 +63,9 @@ class DataParallel(Strategy):
 
     def consolidate(self) -> nn.Module:
         return averaged_copy(self.model, self.comm)
+
+    def optimizer_state(self) -> dict[str, OptimizerState]:
+        return states_by_name(self.model, self.learner.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         return {"learner": self.learner.state_dict(), "reducer": self.exchange.states}

@@ -39,7 +39,7 @@ def epoch(trainer: Strategy, batches: Iterable[Batch], comm: Comm) -> Iterator[B
     number, num_done = (batches.epoch, batches.batch) if isinstance(batches, Loader) else (0, 0)
     if isinstance(batches, Loader):
         _check_positions(batches, comm)
-    yield from _equally_many(trainer, iterator, num_done, _length(batches) - num_done, comm)
+    yield from _equally_many(trainer, batches, iterator, num_done, comm)
     trainer.end_epoch()
     if isinstance(batches, Loader) and batches.epoch == number:  # after its last batch a loader ends its epoch itself
         batches.end_epoch()
@@ -60,25 +60,27 @@ def _check_positions(loader: Loader, comm: Comm) -> None:
 
 
 def _equally_many(
-    trainer: Strategy, iterator: Iterator[Batch], num_done: int, num_left: int, comm: Comm
+    trainer: Strategy, batches: Iterable[Batch], iterator: Iterator[Batch], num_done: int, comm: Comm
 ) -> Iterator[Batch]:
-    """The batches that are left of an epoch; a negative `num_left` means that their number is unknown."""
+    """The batches that are left of an epoch after `num_done`, by an iterator over all of them."""
 
     def gather(number: int) -> list[int]:
         with comm.ledger.purpose("sync"):
             return [int(one) for one in comm.all_gather(torch.tensor([number]))]
 
+    num_left = _length(batches) - num_done  # negative if their number is unknown
     numbers = gather(num_left)
     least, most = min(numbers), max(numbers)
+    trainer.begin_epoch(num_done + (most if trainer.allows_uneven else least) if least >= 0 else None)
+    if isinstance(batches, Loader):
+        batches.shard = trainer.shard  # a new part of a sequence may read another one
     if trainer.allows_uneven and least >= 0:
-        trainer.begin_epoch(num_done + most)
         num_given = 0
         for num_given, batch in enumerate(itertools.islice(iterator, num_left), 1):  # noqa: B007
             yield batch
         for _ in range(most - num_given):
             trainer.skip_step()
         return
-    trainer.begin_epoch(num_done + least if least >= 0 else None)
     if least >= 0:
         if least < most:
             say(f"ranks have {least} to {most} batches; all stop after {least}", comm.rank, once=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from thinwire.strategies.clipping import are_alike, clip_gradients, gradient_nor
 from thinwire.strategies.finite import FiniteCheck
 from thinwire.surgery import memory_format
 from thinwire.surgery.memory_format import in_order_of
+from thinwire.surgery.moments import OptimizerState
 
 IMPLEMENTATION = ("foreach", "fused")  # settings of an optimizer that do not change what it computes
 WARMUP_START_LR = 1e-5  # where a learning-rate warm-up begins
@@ -40,6 +41,7 @@ class Recipe:
     autocast: bool = False  # whether forward passes compute in bfloat16
     epochs: int | None = None  # in the whole run; for strategies with phases
     compile: bool = False  # whether the model is compiled by torch.compile; of strategies that leave it whole
+    optimizer_state: Mapping[str, OptimizerState] = field(default_factory=dict)  # that the first optimizer begins with
 
 
 class Learner:
@@ -50,19 +52,17 @@ class Learner:
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, optimizer_replaced_by: str = "") -> None:
-        self.model = model
-        self.recipe = recipe
-        self.optimizer_replaced_by = optimizer_replaced_by
+        self.model, self.recipe, self.optimizer_replaced_by = model, recipe, optimizer_replaced_by
         self.num_steps = 0
         self.initial_lrs: list[float] = []  # of the optimizer's parameter groups, when it was made
         self._allows_channels_last = True
         self._has_run = False  # whether the model's code has computed a step, so that it can
-        self.new_optimizer()
+        self.new_optimizer(recipe.optimizer_state)
         self.loss = torch.zeros(())  # of the last step
         self._autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=recipe.autocast)
         self._finite_check = FiniteCheck()
 
-    def new_optimizer(self, states: Mapping[str, dict[str, Any]] | None = None) -> None:
+    def new_optimizer(self, states: Mapping[str, OptimizerState] | None = None) -> None:
         """Make an optimizer for the model's present parameters. `states`: its state for some of them, by name.
 
         To be called whenever the model was replaced or got other parameters: they are listed here, not in every step.

@@ -17,7 +17,8 @@ from thinwire.reducers.base import Reducer
 from thinwire.reducers.mean import mean
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.learner import Learner, Recipe
-from thinwire.strategies.replicas import averaged_copy, replicate
+from thinwire.strategies.replicas import averaged_copy, averaged_state, replicate
+from thinwire.surgery.moments import OptimizerState
 
 
 class Periodic(Strategy):
@@ -97,6 +98,10 @@ class Periodic(Strategy):
     def consolidate(self) -> nn.Module:
         """The mean of the parameters of all ranks. An exchange in flight is not merged before."""
         return averaged_copy(self.model, self.comm, self.averaging.names if not self.is_in_sync else [])
+
+    def optimizer_state(self) -> dict[str, OptimizerState]:
+        """The mean of the momenta of all ranks."""
+        return averaged_state(self.model, self.learner.optimizer, self.comm)
 
     def state_dict(self) -> dict[str, Any]:
         return {

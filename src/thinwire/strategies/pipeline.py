@@ -48,7 +48,7 @@ class Pipeline(Staged):
         microbatches: PositiveInt = 4,  # M: micro-batches of a batch; more = less idle time, smaller messages
         reducer: Reducer = mean(),  # how gradients are averaged over the replicas of a block
     ) -> None:
-        if not isinstance(comm, ProcessComm):
+        if comm.is_simulated:
             raise UsageError("pipeline: torch's pipelines need processes; simulate cannot run them, thinwire train can")
         super().__init__("pipeline", model, recipe, comm, blocks, cut, reducer)
         self.schedule, self.microbatches = schedule, microbatches

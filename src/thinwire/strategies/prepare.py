@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import kernels, registry
 from thinwire.comm.base import Comm
+from thinwire.comm.dry import DryComm
 from thinwire.common.dtypes import refuse_unfit
-from thinwire.common.messages import say
+from thinwire.common.messages import quiet, say
 from thinwire.errors import UsageError
 from thinwire.optim import OptimizerFactory
-from thinwire.spec import parse
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.learner import Loss, Recipe
 from thinwire.surgery.meta import refuse_moved_to_meta
@@ -61,13 +63,24 @@ def prepare(
     return make_strategy(spec, model, recipe, comm)
 
 
+def rehearse(spec: str, model: nn.Module, recipe: Recipe, comm: Comm, num_steps: int | None) -> None:
+    """Raise the UsageError that making a strategy later, and its first epoch of so many steps, would raise.
+
+    The strategy is made for a copy of the model, on the CPU, with a comm that sends nothing.
+    """
+    tried = copy.deepcopy(model)
+    tried = tried.to_empty(device="cpu") if any(t.is_meta for t in tried.parameters()) else tried.cpu()
+    with quiet():
+        make_strategy(spec, tried, replace(recipe, compile=False), DryComm(comm)).begin_epoch(num_steps)
+
+
 def make_strategy(spec: str, model: nn.Module, recipe: Recipe, comm: Comm) -> Strategy:
     """The strategy that a spec names; if the recipe says so, the model is compiled in place."""
     if recipe.compile:
         refuse_compiling(spec)
     kernels.check_choice()
     strategy: Strategy = registry.build("strategies", spec, model, recipe, comm)
-    if recipe.compile:
+    if recipe.compile and strategy.keeps_model:
         say("compiling the model: the first steps take seconds to minutes", comm.rank, once=True)
         _compile_in_place(model)
     return strategy
@@ -99,9 +112,10 @@ def _compile_in_place(model: nn.Module) -> None:
 
 
 def refuse_compiling(spec: str) -> None:
-    """Raise UsageError if a strategy trains something else than the whole model, which cannot be compiled."""
-    name = parse(spec).name
-    if not registry.load("strategies", name).keeps_model:
+    """Raise UsageError if a strategy, or a part of a sequence, trains something else than the whole model."""
+    for name in (one.name for one in registry.strategies_in(spec)):
+        if registry.load("strategies", name).keeps_model:
+            continue
         possible = [other for other in registry.TABLE["strategies"] if registry.load("strategies", other).keeps_model]
         raise UsageError(
             f"{name} cuts the model or replaces its layers, and cannot compile it; leave compile out. Possible with "

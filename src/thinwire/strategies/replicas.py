@@ -13,6 +13,7 @@ from thinwire.common.dtypes import is_averaged, refuse_meta
 from thinwire.common.messages import say
 from thinwire.common.tensors import named_persistent_buffers
 from thinwire.surgery.memory_format import usual_copy
+from thinwire.surgery.moments import OptimizerState, states_by_name
 
 
 def replicate(model: nn.Module, comm: Comm) -> None:
@@ -20,7 +21,7 @@ def replicate(model: nn.Module, comm: Comm) -> None:
     refuse_meta(model)
     tensors = [*model.parameters(), *model.buffers()]
     before = [t.detach().clone() for t in tensors]
-    with comm.ledger.purpose("start"):
+    with comm.ledger.purpose("start", instead_of="train"):
         coalesced(tensors, comm.broadcast)
         say_if_changed(before, tensors, comm)
 
@@ -44,6 +45,22 @@ def average_buffers(model: nn.Module, comm: Comm) -> None:
     with comm.ledger.purpose("sync", instead_of="train"):
         coalesced([b for b in buffers if is_averaged(b)], comm.mean)
         coalesced([b for b in buffers if not is_averaged(b)], comm.broadcast)
+
+
+@torch.no_grad()
+def averaged_state(model: nn.Module, optimizer: torch.optim.Optimizer, comm: Comm) -> dict[str, OptimizerState]:
+    """A copy of the optimizer's state by name of the parameter, with the mean of each moment over ranks.
+
+    Counters are those of this rank. A parameter that has no state on some rank, because it got no gradient there, is
+    left out. Collective.
+    """
+    states, names = states_by_name(model, optimizer), [name for name, _ in model.named_parameters()]
+    with comm.ledger.purpose("sync", instead_of="train"):
+        everywhere = comm.min(torch.tensor([name in states for name in names], dtype=torch.uint8)).tolist()
+        found = {name: states[name] for name, has in zip(names, everywhere, strict=True) if has}
+        moments = [m for state in found.values() for m in state.values() if isinstance(m, Tensor) and m.dim()]
+        coalesced([m for m in moments if is_averaged(m)], comm.mean)
+    return found
 
 
 def averaged_copy(model: nn.Module, comm: Comm, differing: Sequence[str] = ()) -> nn.Module:

@@ -87,6 +87,11 @@ def probe_optimizer(optimizer: OptimizerFactory, like: Tensor) -> tuple[dict[str
     return {key: Moment(value.dtype, value[0, 0].item()) for key, value in moments.items()}, counters
 
 
+def states_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, OptimizerState]:
+    """A copy of the optimizer's state of each parameter that has one, by the parameter's name."""
+    return {name: copy_state(optimizer.state[p]) for name, p in model.named_parameters() if p in optimizer.state}
+
+
 def copy_state(state: OptimizerState, device: torch.device | None = None) -> OptimizerState:
     """A copy that the optimizer no longer changes; moments are moved to the device, counters stay where they are."""
     return {name: _copy_tensor(value, device) if isinstance(value, Tensor) else value for name, value in state.items()}

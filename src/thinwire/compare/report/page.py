@@ -13,15 +13,17 @@ from typing import Any, NamedTuple
 from thinwire.common.files import write_text
 from thinwire.common.formats import format_metric, format_seconds
 from thinwire.compare.report.columns import artifacts_of
+from thinwire.compare.report.costs import cost_of
 from thinwire.compare.report.curves import learning_curves
 from thinwire.compare.report.definitions import DEFINITIONS
 from thinwire.compare.report.pareto import pareto_figure
+from thinwire.compare.report.parts import part_rows
 from thinwire.compare.report.purposes import purpose_colour, purpose_figure, purpose_parts
 from thinwire.compare.report.render import render
 from thinwire.compare.report.series import declared_series, series_figures
 from thinwire.compare.report.style import DARK, LIGHT, Figure
 from thinwire.compare.report.table import results_table
-from thinwire.compare.report.timeline import KINDS, timeline
+from thinwire.compare.report.timeline import KINDS, timelines
 from thinwire.compare.report.warnings import all_records, all_summaries, find_warnings, measured_link
 from thinwire.compare.report.words import pluralize, strategy_name
 from thinwire.compare.results import Entry, Record, Results
@@ -70,6 +72,7 @@ def page(results: Results) -> str:
             "tables": results_table(results),
             **_intro(results),
             **_figures(results, drawn),
+            **_sequences(results),
             "series": _series(results, drawn),
             "timelines": _timelines(results, drawn),
         }
@@ -107,6 +110,13 @@ def _figures(results: Results, drawn: list[Figure]) -> dict[str, Any]:
     return {"figures": figures, "purpose_colours": colours}
 
 
+def _sequences(results: Results) -> dict[str, Any]:
+    """The parts of each sequence, and what is counted of them."""
+    found = [(strategy_name(i, e), rows) for i, e in enumerate(results.entries) if (rows := part_rows(results, e))]
+    sent = cost_of(results, "bytes").name
+    return {"sequences": found, "metric": results.metric, "sent": f"{sent[:1].upper()}{sent[1:]}"}
+
+
 def _series(results: Results, drawn: list[Figure]) -> str:
     """A section for each series that strategies declare and that has something to draw."""
     sections = []
@@ -117,7 +127,7 @@ def _series(results: Results, drawn: list[Figure]) -> str:
 
 
 def _timelines(results: Results, drawn: list[Figure]) -> str:
-    found = [(i, e, f) for i, e in enumerate(results.entries) if (f := timeline(i, e))]
+    found = [(i, e, figure) for i, e in enumerate(results.entries) for figure in timelines(i, e)]
     if not found:
         return "<h2>Timeline</h2><p>No timeline was recorded.</p>"
     meanings = {"computing": "computing", "waiting": "waiting for the network", "communication": "communication"}

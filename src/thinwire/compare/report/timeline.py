@@ -15,26 +15,30 @@ MAX_RANKS = 8  # in a figure
 MAX_STEP_LABELS = 8
 
 
-def timeline(index: int, entry: Entry) -> Figure | None:
-    """A few steps of each rank in the first run that has a timeline; None if none has.
-
-    Each rank has two bars: above, its computing thread; below, its communication.
-    """
+def timelines(index: int, entry: Entry) -> list[Figure]:
+    """A few steps in the first run that has a timeline, if there is one; of a sequence, a figure for each part."""
     record = next((record for record in entry.finished if record.timeline), None)
     if record is None:
-        return None
-    ranks = sorted({row["rank"] for row in record.timeline})
+        return []
+    parts = sorted({row.get("part", 0) for row in record.timeline})
+    return [_timeline(f"timeline-{index + 1}" + (f"-{part}" if part else ""), entry, record, part) for part in parts]
+
+
+def _timeline(name: str, entry: Entry, record: Record, part: int) -> Figure:
+    """Each rank has two bars: above, its computing thread; below, its communication."""
+    everything = [row for row in record.timeline if row.get("part", 0) == part]
+    ranks = sorted({row["rank"] for row in everything})
     shown = {rank: place for place, rank in enumerate(ranks[:MAX_RANKS])}
-    rows = [row for row in record.timeline if row["rank"] in shown]
+    rows = [row for row in everything if row["rank"] in shown]
     end = max(_span(row)[1] for row in rows)
-    unit, name = (1.0, "s") if end > 2 else (1e-3, "ms")
+    unit, unit_name = (1.0, "s") if end > 2 else (1e-3, "ms")
     data = [_lane(kind, found, shown, unit) for kind, found in _by_kind(rows).items() if found]
-    xaxis = {"title": {"text": f"time ({name})"}, "range": [0, end / unit], "zeroline": False, "automargin": True}
+    xaxis = {"title": {"text": f"time ({unit_name})"}, "range": [0, end / unit], "zeroline": False, "automargin": True}
     yaxis = _rank_axis(list(shown))
     marks = _step_marks(rows, shown, unit)
     layout = layout_of(84 + 46 * len(shown), xaxis=xaxis, yaxis=yaxis, barmode="overlay", **marks)
     layout["margin"] |= {"t": 26}
-    return Figure(f"timeline-{index + 1}", entry.spec, _reading(record, ranks), data, layout)
+    return Figure(name, entry.spec, _reading(everything, record.seed, ranks, part), data, layout)
 
 
 def _by_kind(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -100,7 +104,8 @@ def _step_marks(rows: list[dict[str, Any]], places: dict[int, int], unit: float)
     return {"shapes": lines, "annotations": labels if len(labels) <= MAX_STEP_LABELS else []}
 
 
-def _reading(record: Record, ranks: list[int]) -> str:
-    steps = [row["step"] for row in record.timeline]
+def _reading(rows: list[dict[str, Any]], seed: int, ranks: list[int], part: int) -> str:
+    steps = [row["step"] for row in rows]
+    where = f"Part {part} of the sequence: steps" if part else "Steps"
     some = f" The first {MAX_RANKS} of {len(ranks)} ranks." if len(ranks) > MAX_RANKS else ""
-    return f"Steps {min(steps)} to {max(steps)} of seed {record.seed}.{some}"
+    return f"{where} {min(steps)} to {max(steps)} of seed {seed}.{some}"
