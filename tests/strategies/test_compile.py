@@ -58,7 +58,8 @@ def test_strategies_that_leave_the_model_whole_compile_it(spec: str) -> None:
 
 @pytest.mark.parametrize("spec", [*sorted(REFUSED), "sequence([data_parallel, ab])"])
 def test_strategies_that_cut_the_model_refuse_to_compile_it(spec: str) -> None:
-    message = rf"{'ab' if spec.startswith('sequence') else spec} cuts the model or replaces its layers.*leave compile out.*data_parallel.*local_sgd"
+    culprit = "ab" if spec.startswith("sequence") else spec
+    message = rf"{culprit} cuts the model or replaces its layers.*leave compile out.*data_parallel.*local_sgd"
 
     def refused(comm: Comm) -> Any:
         with pytest.raises(tw.UsageError, match=message):

@@ -525,7 +525,7 @@ def test_parts_cover_the_run_without_gaps(weights: list[float], total: int) -> N
         ("sequence", 4, r"parts is missing; give a list of strategies, as sequence\(\[data_parallel, local_sgd\]\)"),
         ("sequence(data_parallel)", 4, r"not a list of strategies; write it in brackets, as \[data_parallel\]"),
         ("sequence([data_parallel, local_sdg])", 4, "parts, part 2: unknown strategy 'local_sdg'; did you mean"),
-        ("sequence([data_parallel, local_sgd(evry=2)])", 4, "parts, part 2: unknown option of local_sgd 'evry'"),
+        ("sequence([data_parallel, local_sgd(often=2)])", 4, "parts, part 2: unknown option of local_sgd 'often'"),
         ("sequence([data_parallel, 3])", 4, "3 is not a strategy; possible: data_parallel"),
         ("sequence([data_parallel, maxnorm])", 4, "maxnorm is a reducer, not a strategy"),
         ("sequence([data_parallel, sequence([local_sgd, ist])])", 4, "a part is a sequence itself; put its parts"),
