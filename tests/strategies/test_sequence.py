@@ -674,3 +674,25 @@ def test_every_registered_strategy_can_be_a_part_and_says_whether_it_keeps_the_m
         assert kind.makes_small_model <= (not kind.keeps_model), "what makes a small model replaces layers"
     assert PROCESSES_ONLY == ("pipeline",)
     assert part(batches(1)[0], tw.Shard(0, 2))[0].shape == (4, 6)
+
+
+def test_tied_weights_stay_tied_where_a_later_part_is_tried_out() -> None:
+    """ab cannot factor tied layers; of this model there are no others."""
+    tied = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 3))
+    tied[2].weight = tied[1].weight
+    with pytest.raises(UsageError, match="sequence: part 2, ab: ab: no layer of this model can be factored"):
+        on_threads(lambda comm: prepared(comm, spec_of("data_parallel", "ab"), tied), 2)
+
+
+@pytest.mark.parametrize("pair", [("ist(local_steps=2)", "local_sgd"), ("ist(local_steps=2)", "data_parallel")])
+def test_a_model_on_the_meta_device_can_begin_with_ist(pair: tuple[str, str]) -> None:
+    def train(comm: Comm) -> dict[str, Tensor]:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+        strategy = prepared(comm, spec_of(*pair), model)
+        epochs(strategy, batches(4 * EPOCH, 24), EPOCH)
+        return weights(strategy.consolidate())
+
+    first, second = on_threads(train, 2)
+    assert same(first, second)
+    assert all(tensor.isfinite().all() for tensor in first.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,11 +16,12 @@ from thinwire.comm.base import Comm
 from thinwire.comm.dry import DryComm
 from thinwire.common.dtypes import refuse_unfit
 from thinwire.common.messages import quiet, say
+from thinwire.common.tensors import named_tensors
 from thinwire.errors import UsageError
 from thinwire.optim import OptimizerFactory
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.learner import Loss, Recipe
-from thinwire.surgery.meta import refuse_moved_to_meta
+from thinwire.surgery.meta import refuse_moved_to_meta, with_tensors
 
 
 def prepare(
@@ -66,10 +66,9 @@ def prepare(
 def rehearse(spec: str, model: nn.Module, recipe: Recipe, comm: Comm, num_steps: int | None) -> None:
     """Raise the UsageError that making a strategy later, and its first epoch of so many steps, would raise.
 
-    The strategy is made for a copy of the model, on the CPU, with a comm that sends nothing.
+    The strategy is made for a copy of the model with zeros, on the CPU, and with a comm that sends nothing.
     """
-    tried = copy.deepcopy(model)
-    tried = tried.to_empty(device="cpu") if any(t.is_meta for t in tried.parameters()) else tried.cpu()
+    tried = with_tensors(model, {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in named_tensors(model).items()})
     with quiet():
         make_strategy(spec, tried, replace(recipe, compile=False), DryComm(comm)).begin_epoch(num_steps)
 

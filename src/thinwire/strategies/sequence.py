@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from thinwire import registry
 from thinwire.comm.base import Comm
 from thinwire.common.messages import quiet
+from thinwire.common.tensors import named_tensors
 from thinwire.data import Batch
 from thinwire.errors import RunError, UsageError
 from thinwire.spec import Spec
@@ -24,6 +24,7 @@ from thinwire.strategies.sequence_parts import Part, plan_parts, refuse_order, w
 from thinwire.strategies.sequence_recipes import OnlyOptimizers, Schedule, Seam, recipe_of
 from thinwire.strategies.series import Series
 from thinwire.surgery.low_rank_model import LowRankLayers, give_low_rank_layers, merge_low_rank_layers
+from thinwire.surgery.meta import with_tensors
 from thinwire.surgery.moments import OptimizerState
 
 
@@ -69,7 +70,7 @@ class Sequence(Strategy):
         self.epoch, self.num_steps = 0, 0  # epochs that ended, and steps
         self.epoch_steps, self.has_ended_epoch = 0, False  # steps of this epoch so far; of the last one if it has ended
         self._rehearse(model, None)
-        self.structure = copy.deepcopy(model).to("meta")  # for the next rehearsal, when the length of an epoch is known
+        self.structure = with_tensors(model, {name: t.to("meta") for name, t in named_tensors(model).items()})
         self.num_groups = comm.num_subgroups  # that are not this strategy's
         self._begin_part(self.parts[0], model, Seam(), None)
 
@@ -86,7 +87,7 @@ class Sequence(Strategy):
 
     def begin_epoch(self, num_steps: int | None) -> None:
         if num_steps and not self.num_steps:
-            self._rehearse(self.structure, num_steps)
+            self._rehearse(self.structure, num_steps)  # again, now that the length of an epoch is known
         self._begin_due_part()
         with self._naming(self.part):
             self.strategy.begin_epoch(num_steps)

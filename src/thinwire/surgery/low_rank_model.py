@@ -71,7 +71,7 @@ def _remove_parametrization(module: nn.Module, attribute: str) -> None:
     weight = getattr(module, attribute).detach()
     module.__class__ = type(module).__bases__[0]
     del module.parametrizations
-    module._parameters = {attribute: nn.Parameter(weight)} | module._parameters
+    module._parameters = {attribute: nn.Parameter(weight), **module._parameters}
 
 
 def _down(model: nn.Module, name: str) -> Tensor | None:
