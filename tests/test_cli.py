@@ -179,6 +179,13 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     assert done.stderr == ""
 
 
+def test_list_shows_lists_in_brackets(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich would take [data_parallel] for a style, and leave it out."""
+    monkeypatch.setenv("COLUMNS", "200")
+    _, out, _ = call(capsys, monkeypatch, "list", "strategies")
+    assert "strategies in their order, as [data_parallel, local_sgd(every=4)]" in out
+
+
 def test_list_and_help_need_no_torch() -> None:
     for args in (["list"], ["list", "--json"], ["train", "--help"], ["--version"]):
         code = (

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from cyclopts import App, CycloptsError, Parameter
 from pydantic import ValidationError
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from thinwire import __version__, registry
@@ -130,11 +131,12 @@ def list_(
         table = Table(box=None, show_header=False, pad_edge=False, title=k, title_justify="left", title_style="bold")
         table.add_column(no_wrap=True)
         for entry in registry.describe(k):
-            table.add_row(f"  [cyan]{entry.name}[/cyan]", entry.about)
+            table.add_row(f"  [cyan]{entry.name}[/cyan]", escape(entry.about))
             if entry.wire:
-                table.add_row("    on the wire", entry.wire)
+                table.add_row("    on the wire", escape(entry.wire))
             for o in entry.options:
-                table.add_row(f"    {o.name} = {o.default}" if o.default else f"    {o.name}", f"[dim]{o.about}[/dim]")
+                option = f"    {o.name} = {o.default}" if o.default else f"    {o.name}"
+                table.add_row(escape(option), f"[dim]{escape(o.about)}[/dim]")
         console.print(table)
 
 

@@ -29,18 +29,21 @@ def result_table(summary: dict[str, Any], ledgers: list[list[dict[str, Any]]]) -
     )
     if summary["nodes"] > 1 or summary["link"]:
         words += f"\n{network_line(summary)}"
-    for heading in ("purpose", "group", "operation"):
+    rows = sorted(_sum_ledgers(ledgers), key=lambda row: (row["part"], -row["wire_bytes"]))
+    has_parts = any(row["part"] for row in rows)
+    for heading in (*(("part",) if has_parts else ()), "purpose", "group", "operation"):
         table.add_column(heading, no_wrap=True)
     for heading in ("ranks", "calls", "payload", "wire", "time"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for row in sorted(_sum_ledgers(ledgers), key=lambda row: -row["wire_bytes"]):
+    for row in rows:
         numbers = (
             f"{row['calls']:,}",
             format_bytes(row["payload_bytes"]),
             format_bytes(row["wire_bytes"]),
             format_seconds(row["seconds"]),
         )
-        table.add_row(row["purpose"], row["link"], row["op"], str(row["ranks"]), *numbers)
+        part = [str(row["part"])] if has_parts else []
+        table.add_row(*part, row["purpose"], row["link"], row["op"], str(row["ranks"]), *numbers)
     return Group(Text(title, style="italic"), table, Text(words))
 
 
@@ -48,7 +51,7 @@ def _sum_ledgers(ledgers: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """The ledgers of all ranks as one; times are those of the slowest rank."""
     lines: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in (row for ledger in ledgers for row in ledger):
-        key = tuple(row[name] for name in ("purpose", "link", "op", "ranks"))
+        key = tuple(row[name] for name in ("part", "purpose", "link", "op", "ranks"))
         line = lines.setdefault(key, {**row, "calls": 0, "payload_bytes": 0, "wire_bytes": 0, "seconds": 0.0})
         for name in ("calls", "payload_bytes", "wire_bytes"):
             line[name] += row[name]
