@@ -50,7 +50,7 @@ def test_more_room_shows_more_figures(results: Results) -> None:
 
 def test_the_table_of_a_run_adds_up_all_ranks() -> None:
     """Rank 0's rows stood beside the mean over ranks, and did not add up to it."""
-    row = {"purpose": "train", "link": "world", "op": "send", "ranks": 2}
+    row = {"part": 0, "purpose": "train", "link": "world", "op": "send", "ranks": 2}
     ledgers = [
         [{**row, "calls": 1, "payload_bytes": 9_000, "wire_bytes": 10_000, "between_bytes": 0, "seconds": 3.0}],
         [{**row, "calls": 2, "payload_bytes": 9_000, "wire_bytes": 30_000, "between_bytes": 0, "seconds": 5.0},
@@ -71,6 +71,11 @@ def test_the_table_of_a_run_adds_up_all_ranks() -> None:
     assert ["train", "world", "send", "2", "3", "18.0", "kB", "40.0", "kB", "5.0", "s"] in lines
     assert ["eval", "world", "send", "2", "1", "0", "B", "2.00", "kB", "1.0", "s"] in lines
     assert "sent 42.0 kB by all ranks, 40.0 kB of it in training; 21.0 kB by a rank on average" in shown
+    assert "part" not in shown
+    console.print(result_table(summary, [ledgers[0], [{**one, "part": 2} for one in ledgers[1]]]))
+    lines = [line.split() for line in console.export_text().splitlines()]
+    assert ["0", "train", "world", "send", "2", "1", "9.00", "kB", "10.0", "kB", "3.0", "s"] in lines
+    assert ["2", "train", "world", "send", "2", "2", "9.00", "kB", "30.0", "kB", "5.0", "s"] in lines
 
 
 def test_a_link_that_was_not_what_was_asked_for_is_said(tmp_path: Path) -> None:
@@ -82,3 +87,9 @@ def test_a_link_that_was_not_what_was_asked_for_is_said(tmp_path: Path) -> None:
     assert caption("off", link_state="off", link_measured=good).endswith("; OFF in 4 of 4 runs")
     assert caption("none", link_state="not shaped", link_measured=None) == "link 100mbit; NOT SHAPED in 4 of 4 runs"
     assert comparison_caption(compare(tmp_path / "free", [DENSE], link=None, link_state=None)) == ""
+
+
+def test_a_strategy_with_brackets_is_shown_whole(tmp_path: Path) -> None:
+    """rich takes words in brackets for styles, and would leave them out."""
+    spec = "sequence([data_parallel, local_sgd], [1])"
+    assert spec in "\n".join(drawn(compare(tmp_path, [spec], (0,)), 200))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from thinwire.common.formats import format_bytes, format_metric, format_rate, format_seconds
 from thinwire.compare.results import Entry, Measure, Results, Spread, on_link, sent
@@ -34,7 +35,8 @@ def comparison_table(results: Results, width: int, states: dict[str, str] | None
     for name in cells:
         table.add_column(name, justify="left" if name == "progress" else "right", no_wrap=True)
     for entry, *row in zip(results.entries, *cells.values(), strict=True):
-        table.add_row(entry.spec if len(entry.spec) < room else entry.spec.replace("(", "(\n", 1), *row)
+        name = entry.spec if len(entry.spec) < room else entry.spec.replace("(", "(\n", 1)
+        table.add_row(Text(name), *map(Text, row))  # as text, because rich takes words in brackets for styles
     return table
 
 

@@ -89,7 +89,7 @@ class Recorder:
             if show:
                 console = Console()
                 console.print(result_table(summary, ledgers))
-                console.print(f"results in {self.folder.path}", highlight=False, soft_wrap=True)
+                console.print(f"results in {self.folder.path}", highlight=False, markup=False, soft_wrap=True)
         with self.comm.ledger.purpose("checkpoint"):
             self.comm.barrier()  # no rank ends before the results are written
         return summary
