@@ -41,7 +41,8 @@ def test_each_part_has_a_row_and_a_timeline(tmp_path: Path) -> None:
     assert re.search(rf"1\. &lt;b&gt;first&lt;/b&gt; 1 to 8 \d\d\.\d\d %? ?{first} 40\.0 s", words), words
     assert re.search(rf"2\. local_sgd 9 to 12 \d\d\.\d\d %? ?{second} 20\.0 s", words)
     assert {"timeline-1", "timeline-2-1", "timeline-2-2"} <= drawn(html).keys()
-    assert "Part 2 of the sequence: steps 240 to 243 of seed 0." in words
+    assert "[8, 4]), part 2 waiting" in words
+    assert "Steps 240 to 243 of seed 0." in words
 
 
 def test_without_sequences_there_is_no_such_table(tmp_path: Path) -> None:

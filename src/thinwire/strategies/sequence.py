@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from thinwire.strategies.learner import Recipe
 from thinwire.strategies.prepare import make_strategy, rehearse
 from thinwire.strategies.sequence_parts import Part, plan_parts, refuse_order, with_starts
 from thinwire.strategies.sequence_recipes import OnlyOptimizers, Schedule, Seam, recipe_of
-from thinwire.strategies.series import Series
 from thinwire.surgery.low_rank_model import LowRankLayers, give_low_rank_layers, merge_low_rank_layers
 from thinwire.surgery.meta import with_tensors
 from thinwire.surgery.moments import OptimizerState
@@ -42,8 +41,6 @@ class Sequence(Strategy):
     """
 
     keeps_model = False
-
-    series: ClassVar = {"part": Series("Part of the sequence", "lines", "Which part trained in each epoch.")}
 
     def __init__(
         self,
@@ -65,7 +62,7 @@ class Sequence(Strategy):
         kinds = [registry.load("strategies", part.strategy.name) for part in self.parts]
         self.allows_uneven = all(kind.allows_uneven for kind in kinds)
         self.checks_targets = any(kind.checks_targets for kind in kinds)
-        self.series = {name: one for kind in (*kinds, type(self)) for name, one in kind.series.items()}  # type: ignore[misc]
+        self.series = {name: one for kind in kinds for name, one in kind.series.items()}  # type: ignore[misc]
         self.recipe, self.optimizers = recipe, OnlyOptimizers(recipe.optimizer)
         self.epoch, self.num_steps = 0, 0  # epochs that ended, and steps
         self.epoch_steps, self.has_ended_epoch = 0, False  # steps of this epoch so far; of the last one if it has ended

@@ -132,24 +132,25 @@ def _timelines(results: Results, drawn: list[Figure]) -> str:
         return "<h2>Timeline</h2><p>No timeline was recorded.</p>"
     meanings = {"computing": "computing", "waiting": "waiting for the network", "communication": "communication"}
     colours = [Colour(meaning, KINDS[kind]) for kind, meaning in meanings.items()]
-    return _folds("Timeline", render("timeline_intro.html", colours=colours), found, drawn, _waiting)
+    return _folds("Timeline", render("timeline_intro.html", colours=colours), found, drawn, _part_and_waiting)
 
 
-def _waiting(entry: Entry) -> str:
+def _part_and_waiting(entry: Entry, figure: Figure) -> str:
+    part = escape(figure.title.removeprefix(entry.spec))
     waiting = entry.spread("waiting_share")
-    return f' <span class="sub">waiting {100 * waiting.mean:.1f} % on average</span>' if waiting else ""
+    return part + (f' <span class="sub">waiting {100 * waiting.mean:.1f} % on average</span>' if waiting else "")
 
 
 def _folds(
     title: str, intro: str, found: list[tuple[int, Entry, Figure]], drawn: list[Figure],
-    more: Callable[[Entry], str] = lambda entry: "",
+    more: Callable[[Entry, Figure], str] = lambda entry, figure: "",
 ) -> str:  # fmt: skip
     """A section with a figure for each strategy, as HTML; all but the first are folded away.
 
     `intro` and `more`, which follows the name of a strategy, are HTML too.
     """
     drawn += [figure for _, _, figure in found]
-    folds = [{"name": strategy_name(i, e), "more": more(e), "figure": figure} for i, e, figure in found]
+    folds = [{"name": strategy_name(i, e), "more": more(e, figure), "figure": figure} for i, e, figure in found]
     return render("folds.html", title=title, intro=intro, folds=folds)
 
 

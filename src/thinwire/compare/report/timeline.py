@@ -38,7 +38,8 @@ def _timeline(name: str, entry: Entry, record: Record, part: int) -> Figure:
     marks = _step_marks(rows, shown, unit)
     layout = layout_of(84 + 46 * len(shown), xaxis=xaxis, yaxis=yaxis, barmode="overlay", **marks)
     layout["margin"] |= {"t": 26}
-    return Figure(name, entry.spec, _reading(everything, record.seed, ranks, part), data, layout)
+    title = f"{entry.spec}, part {part}" if part else entry.spec
+    return Figure(name, title, _reading(everything, record.seed, ranks), data, layout)
 
 
 def _by_kind(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -104,8 +105,7 @@ def _step_marks(rows: list[dict[str, Any]], places: dict[int, int], unit: float)
     return {"shapes": lines, "annotations": labels if len(labels) <= MAX_STEP_LABELS else []}
 
 
-def _reading(rows: list[dict[str, Any]], seed: int, ranks: list[int], part: int) -> str:
+def _reading(rows: list[dict[str, Any]], seed: int, ranks: list[int]) -> str:
     steps = [row["step"] for row in rows]
-    where = f"Part {part} of the sequence: steps" if part else "Steps"
     some = f" The first {MAX_RANKS} of {len(ranks)} ranks." if len(ranks) > MAX_RANKS else ""
-    return f"{where} {min(steps)} to {max(steps)} of seed {seed}.{some}"
+    return f"Steps {min(steps)} to {max(steps)} of seed {seed}.{some}"
