@@ -577,6 +577,18 @@ def test_what_a_new_optimizer_would_lose_is_refused() -> None:
         on_threads(changed, 1)
 
 
+def test_one_part_may_have_a_scheduler_as_its_strategy_may() -> None:
+    made: list[Any] = []
+
+    def with_scheduler(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = sgd(parameters)
+        made.append(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+        return optimizer
+
+    on_threads(lambda comm: prepared(comm, "sequence([data_parallel])", optimizer=with_scheduler), 1)
+    assert len(made) == 1
+
+
 def test_an_error_in_a_part_names_it() -> None:
     def diverge(comm: Comm) -> None:
         strategy = prepared(comm, spec_of("data_parallel", "local_sgd"), schedule=lambda step: 1e30 if step > 6 else 1)
@@ -587,16 +599,17 @@ def test_an_error_in_a_part_names_it() -> None:
 
 
 def test_groups_of_a_part_are_closed_with_it(process_world: ProcessWorlds) -> None:
-    assert process_world.run(count_groups, 2) == [[1, 0, 1]] * 2
+    assert process_world.run(count_groups, 2) == [[1, 0, 2]] * 2
 
 
 def count_groups(comm: Comm) -> list[int]:
-    mine = comm.split([range(comm.size)], "mine")
+    mine = [comm.split([range(comm.size)], "mine")]
     strategy = prepared(comm, spec_of("local_sgd", "data_parallel"))
-    found = [comm.num_subgroups - 1]
+    mine.append(comm.split([range(comm.size)], "mine too"))
+    found = [len(comm.subgroups) - 2]
     epochs(strategy, batches(2 * EPOCH + 1, 24), EPOCH)
-    found.append(comm.num_subgroups - 1)
-    return [*found, int(mine.mean(torch.ones(1)))]
+    found.append(len(comm.subgroups) - 2)
+    return [*found, sum(int(group.mean(torch.ones(1))) for group in mine)]
 
 
 # ---- parts of it

@@ -162,12 +162,12 @@ class Comm(ABC):
         """Release the threads and connections of this group."""
 
     @property
-    def num_subgroups(self) -> int:
-        """How many groups that were split from this one are open. Simulated ranks open none."""
-        return 0
+    def subgroups(self) -> list[Comm]:
+        """The groups that were split from this one and hold connections; those of simulated ranks hold none."""
+        return []
 
-    def close_subgroups(self, keep: int = 0) -> None:  # noqa: B027
-        """Close the groups that were split from this one, but for the first few."""
+    def close_subgroups(self, groups: Sequence[Comm] | None = None) -> None:  # noqa: B027
+        """Close some of the groups that were split from this one, by default all."""
 
     # ---- what a backend provides: operations on staged tensors, whose results are on the device that is given
 

@@ -108,12 +108,14 @@ class ProcessComm(Comm):
             del group
 
     @property
-    def num_subgroups(self) -> int:
-        return len(self._subgroups)
+    def subgroups(self) -> list[Comm]:
+        return list(self._subgroups)
 
-    def close_subgroups(self, keep: int = 0) -> None:
-        while len(self._subgroups) > keep:
-            self._subgroups.pop().close()
+    def close_subgroups(self, groups: Sequence[Comm] | None = None) -> None:
+        closed = self._subgroups if groups is None else [group for group in self._subgroups if group in groups]
+        self._subgroups = [group for group in self._subgroups if group not in closed]
+        while closed:
+            closed.pop().close()
 
     def in_background(self, work: Callable[[], T], device: torch.device) -> BackgroundWork[T]:
         assert self.group  # raises if it was closed

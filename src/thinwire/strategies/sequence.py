@@ -63,12 +63,12 @@ class Sequence(Strategy):
         self.allows_uneven = all(kind.allows_uneven for kind in kinds)
         self.checks_targets = any(kind.checks_targets for kind in kinds)
         self.series = {name: one for kind in kinds for name, one in kind.series.items()}  # type: ignore[misc]
-        self.recipe, self.optimizers = recipe, OnlyOptimizers(recipe.optimizer)
+        self.recipe, self.optimizers = recipe, OnlyOptimizers(recipe.optimizer, may_have_scheduler=len(parts) == 1)
         self.epoch, self.num_steps = 0, 0  # epochs that ended, and steps
         self.epoch_steps, self.has_ended_epoch = 0, False  # steps of this epoch so far; of the last one if it has ended
         self._rehearse(model, None)
         self.structure = with_tensors(model, {name: t.to("meta") for name, t in named_tensors(model).items()})
-        self.num_groups = comm.num_subgroups  # that are not this strategy's
+        self.groups: list[Comm] = []  # that the present part made
         self._begin_part(self.parts[0], model, Seam(), None)
 
     def _set_parts(self, parts: list[Part]) -> None:
@@ -146,7 +146,8 @@ class Sequence(Strategy):
     def _begin_part(self, part: Part, model: nn.Module, seam: Seam, state: dict[str, OptimizerState] | None) -> None:
         """Make the strategy of a part, which trains this model from now on. Collective."""
         self.__dict__.pop("strategy", None)  # frees its memory before the next one takes some
-        self.comm.close_subgroups(keep=self.num_groups)
+        self.comm.close_subgroups(self.groups)
+        groups = self.comm.subgroups
         self.part, self.seam = part, seam
         self.comm.ledger.part = part.number
         recipe = self._recipe(part, seam, self.optimizers)
@@ -154,6 +155,7 @@ class Sequence(Strategy):
             self.strategy: Strategy = make_strategy(
                 str(part.strategy), model, replace(recipe, optimizer_state=state or {}), self.comm
             )
+        self.groups = [group for group in self.comm.subgroups if group not in groups]
         self.shard, self.sees_loss = self.strategy.shard, self.strategy.sees_loss
 
     def _recipe(self, part: Part, seam: Seam, optimizers: OnlyOptimizers) -> Recipe:

@@ -49,15 +49,15 @@ def _schedule(epochs: int | None, seam: Seam, run: Recipe, schedule: Schedule) -
 class OnlyOptimizers:
     """An optimizer factory that refuses what a new optimizer would lose: a scheduler, or a learning rate that was set.
 
-    Each part of a sequence makes a new optimizer.
+    Each part of a sequence makes a new optimizer; only a sequence of one part may have a scheduler.
     """
 
-    def __init__(self, factory: OptimizerFactory) -> None:
-        self.factory = factory
+    def __init__(self, factory: OptimizerFactory, may_have_scheduler: bool = False) -> None:
+        self.factory, self.may_have_scheduler = factory, may_have_scheduler
 
     def __call__(self, parameters: Iterable[Parameter]) -> Optimizer:
         self.last = self.factory(parameters)
-        if has_scheduler(self.last):
+        if has_scheduler(self.last) and not self.may_have_scheduler:
             raise UsageError(
                 "the optimizer factory makes a learning-rate scheduler, but each part has a new optimizer, and the "
                 "scheduler would start again; give prepare a schedule instead, as schedule=lambda step: 0.99**step"
