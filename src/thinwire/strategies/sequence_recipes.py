@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Literal, NamedTuple
@@ -56,18 +57,19 @@ class OnlyOptimizers:
         self.factory, self.may_have_scheduler = factory, may_have_scheduler
 
     def __call__(self, parameters: Iterable[Parameter]) -> Optimizer:
-        self.last = self.factory(parameters)
-        if has_scheduler(self.last) and not self.may_have_scheduler:
+        made = self.factory(parameters)
+        if has_scheduler(made) and not self.may_have_scheduler:
             raise UsageError(
                 "the optimizer factory makes a learning-rate scheduler, but each part has a new optimizer, and the "
                 "scheduler would start again; give prepare a schedule instead, as schedule=lambda step: 0.99**step"
             )
-        self.first_lrs = [group["lr"] for group in self.last.param_groups]
-        return self.last
+        self.last, self.first_lrs = weakref.ref(made), [group["lr"] for group in made.param_groups]
+        return made
 
     def refuse_changed_lr(self) -> None:
         """Raise UsageError if the learning rate was changed in the optimizer that was made last."""
-        now = [group["lr"] for group in self.last.param_groups]
+        last = self.last()
+        now = self.first_lrs if last is None else [group["lr"] for group in last.param_groups]
         if now != self.first_lrs:
             raise UsageError(
                 f"the optimizer's learning rate is {now[0]} now, but it was made with {self.first_lrs[0]}; the next "
