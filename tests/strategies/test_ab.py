@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import thinwire as tw
-from tests.training import MODELS, batches, same, seeded, sgd, steps, trainer, weights
+from tests.training import MODELS, PLAIN, batches, same, seeded, sgd, steps, trainer, weights
 from tests.worlds import ProcessWorlds, World
 from thinwire.comm.base import Comm
 from thinwire.comm.wire_bytes import all_reduce_bytes
@@ -30,8 +30,8 @@ PAPER = Phases(warmup=4330, every=759, rebound=60, climb=267)
 SPEC = "ab(sync_every=6, warmup=2, rebound=2, climb=0, cutoff={cutoff}, sync={sync}, group_size={group})"
 
 
-def ab(comm: Comm, spec: str, **options: Any) -> AB:
-    strategy = trainer(comm, spec, **options)
+def ab(comm: Comm, spec: str, model: nn.Module = MODELS[0], **options: Any) -> AB:
+    strategy = trainer(comm, spec, model, **options)
     assert isinstance(strategy, AB)
     return strategy
 
@@ -432,7 +432,12 @@ def alone(comm: Comm) -> list[Tensor]:
     own = strategy.model[1]
     mine = copy.deepcopy(own)
     seen: list[Tensor] = []
-    hook = own.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach().clone()))
+
+    def note(module: nn.Module, args: tuple[Tensor]) -> None:
+        if module is own:  # a model that is consolidated has copies of hooks
+            seen.append(args[0].detach().clone())
+
+    hook = own.register_forward_pre_hook(note)
     strategy.consolidate()
     steps(strategy, data[3:])
     hook.remove()
@@ -444,6 +449,100 @@ def alone(comm: Comm) -> list[Tensor]:
 def test_batchnorm_statistics_never_cross_groups_while_they_train_separately(world: World) -> None:
     for differences in world(alone, 2):
         assert all(not d.any() for d in differences)
+
+
+Statistics = tuple[Tensor, Tensor]
+
+
+def measured(model: nn.Module, inputs: list[Tensor]) -> Statistics:
+    """Mean and variance of what comes into the second BatchNorm of NORMED in eval mode, the mean over batches."""
+    with torch.no_grad():
+        found = [model[:3](x) for x in inputs]
+    return mean(x.mean(0) for x in found), mean(x.var(0) for x in found)
+
+
+def _normed_net() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)
+    )
+
+
+NORMED = seeded(4, _normed_net)  # a layer that is factored, then BatchNorm
+
+
+def normed(comm: Comm, spec: str, num_steps: int, factored: bool) -> list[Statistics]:
+    """Statistics of a consolidated model: as they are, as measured on the last batches, and the mean over ranks."""
+    strategy, data = ab(comm, f"ab(cutoff=0.6, {spec})", NORMED), batches(num_steps, 24)
+    steps(strategy, data)
+    model, own = strategy.consolidate(factored), strategy.model[3]
+    averaged = [comm.mean(buffer.clone()) for buffer in (own.running_mean, own.running_var)]
+    norm = model[3]
+    assert (norm.num_batches_tracked, norm.momentum, norm.training) == (num_steps, 0.1, True)
+    parts = [x[rank :: comm.size] for x, _ in data[-8:] for rank in range(comm.size)]
+    return [(norm.running_mean, norm.running_var), measured(model, parts), (averaged[0], averaged[1])]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "spec", "num_steps", "factored", "is_measured"),
+    [
+        (2, "sync_every=90, warmup=4", 10, False, True),  # no rank has trained the model that groups make together
+        (4, "sync_every=90, warmup=4, sync=stale", 60, True, True),
+        (2, "sync_every=90, warmup=4, sync=full", 60, True, True),
+        (2, "sync_every=5, warmup=1, rebound=4", 7, False, True),  # nor has any, soon after a sync
+        (2, "sync_every=90, warmup=20", 10, True, True),  # nor a copy without small singular values
+        (1, "sync_every=90, warmup=20", 10, True, True),
+        (2, "sync_every=90, warmup=20", 10, False, False),  # in full-rank phases all ranks train this model
+        (2, "sync_every=70, warmup=1, rebound=60", 125, False, False),
+        (2, "sync_every=90, warmup=4, group_size=2", 60, False, False),  # in a single group as well
+        (1, "sync_every=90, warmup=4", 60, True, False),
+    ],
+)
+def test_batchnorm_statistics_of_a_model_that_no_rank_trained_are_measured(
+    world: World, ranks: int, spec: str, num_steps: int, factored: bool, is_measured: bool
+) -> None:
+    found = world(normed, ranks, spec, num_steps, factored)
+    for statistics, anew, averaged in found:
+        right, wrong = (anew, averaged) if is_measured else (averaged, anew)
+        for value, expected, other in zip(statistics, right, wrong, strict=True):
+            torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
+            assert not torch.allclose(value, other, rtol=1e-3)
+        assert all(map(torch.equal, statistics, found[0][0])), "equal on all ranks"
+
+
+def kept(comm: Comm) -> list[list[int]]:
+    """Batches kept: without statistics, without calibration, of a short run, of a long one; and of a state."""
+    found = []
+    for model, spec, length in (
+        (PLAIN, "ab(sync_every=4", 5),
+        (NORMED, "ab(calibration=0, sync_every=4", 5),
+        (NORMED, "ab(sync_every=4", 3),
+        (NORMED, "ab(calibration=2, sync_every=4", 5),
+    ):
+        strategy = ab(comm, f"{spec}, warmup=1, cutoff=0.6)", model)
+        steps(strategy, batches(length, 24))
+        strategy.consolidate()
+        after = ab(comm, f"{spec}, warmup=1, cutoff=0.6)", model)
+        after.load_state_dict(strategy.state_dict())
+        found += [[len(x) for x in one.inputs] for one in (strategy, after)]
+    return found
+
+
+def test_only_inputs_that_are_needed_are_kept() -> None:
+    nothing: list[int] = []
+    assert tw.simulate(kept, ranks=2) == [[nothing] * 4 + [[12] * 3] * 2 + [[12] * 2] * 2] * 2
+
+
+def with_a_frozen_norm(comm: Comm) -> bool:
+    strategy = ab(comm, made(cutoff=0.6), NORMED)
+    strategy.model[3].eval()
+    steps(strategy, batches(4, 24))
+    assert strategy.phase == "ab"
+    norm = strategy.consolidate()[3]
+    return not norm.running_mean.any() and bool((norm.running_var == 1).all())
+
+
+def test_frozen_norms_keep_their_statistics() -> None:
+    assert tw.simulate(with_a_frozen_norm, ranks=2) == [True, True]
 
 
 # ---- what the optimizer remembers

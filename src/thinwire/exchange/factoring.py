@@ -12,6 +12,7 @@ from thinwire.comm.base import Comm
 from thinwire.comm.collectives import coalesced
 from thinwire.common.packing import assign_to_least_loaded
 from thinwire.errors import RunError, UsageError
+from thinwire.surgery.attention import unpack_attention
 from thinwire.surgery.lowrank import (
     Decomposition,
     Factored,
@@ -24,6 +25,7 @@ from thinwire.surgery.lowrank import (
     saves_parameters,
     set_factors,
 )
+from thinwire.surgery.standard import to_standard_modules
 
 
 class Factoring:
@@ -119,3 +121,13 @@ def _split(weight: Tensor) -> Decomposition:
         return decompose(weight)
     except (ValueError, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
         return Decomposition(weight, weight.new_zeros(0), weight)
+
+
+def make_factoring(model: nn.Module, comm: Comm, cutoff: float, owner: str) -> Factoring:
+    """Unpack attention, so that its projections can be factored; a model that is refused is left as it was."""
+    unpack_attention(model)
+    try:
+        return Factoring(model, comm, cutoff, owner)
+    except UsageError:
+        to_standard_modules(model)
+        raise

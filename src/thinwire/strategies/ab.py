@@ -13,16 +13,15 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any, ClassVar, Literal
 
-import torch
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 
 from thinwire.comm.base import Comm
-from thinwire.comm.collectives import coalesced
 from thinwire.common.messages import say
-from thinwire.data import Batch, Shard
-from thinwire.errors import RunError, UsageError
-from thinwire.exchange.factoring import Factoring
+from thinwire.data import Batch, Shard, to_device
+from thinwire.errors import RunError
+from thinwire.exchange.calibration import RecentInputs, calibrate_batchnorm
+from thinwire.exchange.factoring import make_factoring
 from thinwire.exchange.gradients import GradientExchange, make_exchange
 from thinwire.reducers.base import Reducer
 from thinwire.reducers.mean import mean
@@ -30,14 +29,16 @@ from thinwire.reducers.states import carry_over, load_states
 from thinwire.strategies.ab_groups import make_groups
 from thinwire.strategies.ab_moments import PhaseMoments, full_rank_name, optimizer_states
 from thinwire.strategies.ab_phases import Length, LengthOrZero, Phase, PhaseLengths, Phases
+from thinwire.strategies.ab_sync import average_groups
 from thinwire.strategies.base import Artifact, Strategy
 from thinwire.strategies.learner import Learner, Recipe
 from thinwire.strategies.replicas import average_buffers, replicate
 from thinwire.strategies.series import Series
-from thinwire.surgery.attention import unpack_attention
 from thinwire.surgery.memory_format import usual_copy
 from thinwire.surgery.moments import OptimizerState, copy_state
 from thinwire.surgery.standard import to_standard_modules
+
+STEPS_TO_FORGET = 50  # BatchNorm's statistics of the phase before have a weight of 0.9**50 then, less than 1 %
 
 
 class AB(Strategy):
@@ -84,6 +85,7 @@ class AB(Strategy):
         climb: LengthOrZero | None = None,  # R: learning-rate warm-up after each change of phase; default: S·267/759
         unit: Literal["steps", "epochs"] = "steps",  # of sync_every, warmup, rebound and climb: steps or epochs
         moments: Literal["rotate", "slice", "reset"] = "reset",  # optimizer state of a new phase: rotate, slice, reset
+        calibration: NonNegativeInt = 8,  # batches that each rank keeps to measure BatchNorm's statistics; 0 = none
         reducer: Reducer = mean(),  # how gradients are averaged
     ) -> None:
         self.model, self.comm, self.shard = model, comm, Shard(comm.rank, comm.size)
@@ -93,7 +95,7 @@ class AB(Strategy):
         self.phase: Phase = "warmup"
         self.phase_start = 0  # the first step of this phase
         self.num_epoch_steps = 0  # steps done in this epoch
-        self.factoring = _make_factoring(model, comm, cutoff)
+        self.factoring = make_factoring(model, comm, cutoff, "ab")
         self.layer_ranks: dict[str, int] = {}  # of the layers that were factored last
         replicate(model, comm)
         self.groups = make_groups(comm, group_size)
@@ -101,6 +103,7 @@ class AB(Strategy):
         self.role = self.groups.role_of(comm.rank)
         self.moments = PhaseMoments(moments)
         self.learner = Learner(model, recipe, optimizer_replaced_by="ab")
+        self.inputs = RecentInputs(model, calibration, self.learner.device)
         self.exchange: GradientExchange = make_exchange(model, reducer, comm)
 
     def begin_epoch(self, num_steps: int | None) -> None:
@@ -112,8 +115,10 @@ class AB(Strategy):
         phase = self.phases.at(step) if self.phases else "warmup"
         if phase != self.phase:
             self._enter_phase(phase)
+        batch = to_device(batch, self.learner.device)  # once, for the step and for what is kept of it
         loss = self.learner.backward(batch, self.exchange)
         self.learner.update(self.phases.lr_warmup(step, self.phase_start) if self.phases else 1.0)
+        self.inputs.keep(batch[0])
         self.num_epoch_steps += 1
         return loss
 
@@ -162,19 +167,8 @@ class AB(Strategy):
         self.exchange = make_exchange(self.model, self.reducer, self.group if self.phase == "ab" else self.comm)
         self.exchange.states = carry_over(self.exchange.states, reducer_states)
 
-    @torch.no_grad()
     def _sync_groups(self, model: nn.Module) -> None:
-        """Average over all ranks: parameters that are not factored, and factors by the rule of the option `sync`."""
-        if self.sync == "full":
-            self.factoring.merge(model)  # W ← (1/n)·Σ AᵢBᵢ
-        layers = self.factoring.factored_layers(model).values()
-        if self.sync == "learned":  # Ā = (1/n_A)·Σ Aᵢ over the n_A ranks that trained A, and B̄ likewise
-            for layer in layers:
-                for factor, weight in (("A", layer.A), ("B", layer.B)):
-                    weight.mul_(self.comm.size / self.groups.num_training(factor) if factor in self.role else 0.0)
-        factors = {id(weight) for layer in layers for weight in (layer.A, layer.B)}
-        with self.comm.ledger.purpose("sync", instead_of="train"):
-            coalesced([p for p in model.parameters() if p.requires_grad or id(p) in factors], self.comm.mean)
+        average_groups(model, self.sync, self.factoring, self.groups, self.comm)
 
     # ---- results and states
 
@@ -200,17 +194,26 @@ class AB(Strategy):
             )
         self.factoring.note_read_layers(self.model)
         whole = usual_copy(self.model)
+        has_statistics = self._has_statistics()
         if self.phase == "ab":
             self._sync_groups(whole)
         average_buffers(whole, self.comm)
         if not factored:
             self.factoring.merge(whole)
         elif self.phase != "ab" or self.sync == "full":
-            self.factoring.decompose(whole)
+            has_statistics &= not self.factoring.decompose(whole)
+        if not has_statistics:
+            with self.comm.ledger.purpose("sync", instead_of="train"):
+                calibrate_batchnorm(whole, self.inputs, self.comm, self.learner.recipe.autocast)
         for layer in self.factoring.factored_layers(whole).values():
             layer.A.requires_grad_(True)
             layer.B.requires_grad_(True)
         return to_standard_modules(whole, self.factoring.layers_read_on_any_rank() if factored else ())
+
+    def _has_statistics(self) -> bool:
+        """Whether BatchNorm's running statistics are of the model that ranks have now, together: see `calibration`."""
+        is_new = self.phase_start > 0 and self.learner.num_steps < self.phase_start + STEPS_TO_FORGET
+        return not is_new and (self.phase != "ab" or len(self.groups.ranks) == 1)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -218,6 +221,7 @@ class AB(Strategy):
             "phases": None if self.phases is None else asdict(self.phases), "groups": self.groups.ranks,
             "ranks": self.layer_ranks, "phase": self.phase, "began": self.phase_start,
             "num_epoch_steps": self.num_epoch_steps, "read": sorted(self.factoring.read_layers),
+            "inputs": list(self.inputs),
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -229,6 +233,7 @@ class AB(Strategy):
         device = next(self.model.parameters()).device
         self.moments.previous = {name: copy_state(moments, device) for name, moments in state["kept"].items()}
         self.factoring.read_layers |= set(state["read"])
+        self.inputs.load(state["inputs"])
         self.factoring.merge(self.model)
         if self.phase == "ab":
             self.factoring.factor(self.model, self.layer_ranks)
@@ -238,13 +243,3 @@ class AB(Strategy):
 
     def _say_once(self, text: str) -> None:
         say(text, self.comm.rank, once=True)
-
-
-def _make_factoring(model: nn.Module, comm: Comm, cutoff: float) -> Factoring:
-    """Unpack attention, so that its projections can be factored; a model that is refused is left as it was."""
-    unpack_attention(model)
-    try:
-        return Factoring(model, comm, cutoff, "ab")
-    except UsageError:
-        to_standard_modules(model)
-        raise
