@@ -149,6 +149,163 @@ def test_phases_stay_as_they_were_planned() -> None:
     assert others == [first, first]
 
 
+def test_the_joint_phase_is_the_end_of_the_run() -> None:
+    assert Phases(4, 5, 2, 0, joint_start=11).starts(99) == [
+        (0, "warmup"),
+        (4, "ab"),
+        (5, "rebound"),
+        (7, "ab"),
+        (10, "rebound"),
+        (11, "joint"),
+    ]
+    assert Phases(4, 50, 2, 0, joint_start=4).starts(9) == [(0, "warmup"), (4, "joint")]
+    assert PhaseLengths(joint=30).phases(10, 20).joint_start == 170
+    assert PhaseLengths(joint=1.5, unit="epochs").phases(10, 20).joint_start == 170
+    assert PhaseLengths(warmup=150, joint=50).phases(10, 20).joint_start == 150, "all that the warm-up leaves"
+    assert PhaseLengths(joint=0).phases(10, 20).joint_start is None
+    assert PhaseLengths(every=8).phases_before_first_epoch(None) == Phases(16, 8, 1, 3), "of unknown length: none"
+
+
+# ---- the joint phase
+
+
+def with_joint(comm: Comm, options: str = "", model: nn.Module = MODELS[0], **more: Any) -> AB:
+    """A run of 14 steps: by default 2 of warm-up, 4 in groups, 2 of rebound, 2 in groups, and 4 that are joint."""
+    spec = "ab(sync_every=6, rebound=2, joint={joint}, climb={climb}, cutoff={cutoff}, warmup={warmup}{})"
+    given = {"joint": 4, "climb": 0, "cutoff": 0.7, "warmup": 2} | more
+    strategy = ab(comm, spec.format(options and f", {options}", **given), model, epochs=2)
+    strategy.begin_epoch(7)
+    return strategy
+
+
+def joint_steps(comm: Comm, options: str, joint: int) -> dict[str, Any]:
+    """After each step of the joint phase: parameters, and which of them a step has moved."""
+    strategy, data = with_joint(comm, options, joint=joint), batches(14, 24)
+    steps(strategy, data[: 14 - joint])
+    before = strategy.phase
+    found, moved = [], []
+    for batch in data[14 - joint :]:
+        old = {name: p.detach().clone() for name, p in strategy.model.named_parameters()}
+        steps(strategy, [batch])
+        found.append({name: p.detach().clone() for name, p in strategy.model.named_parameters()})
+        moved.append({name for name, p in found[-1].items() if name not in old or not torch.equal(p, old[name])})
+        assert strategy.status() == {"phase": "joint", "layer_ranks": {"3": [strategy.model[3].layer_rank, 16]}}
+    assert strategy.phases is not None
+    assert strategy.phase_start == 14 - joint
+    return {"before": before, "found": found, "moved": moved, "groups": len(strategy.groups.ranks)}
+
+
+@pytest.mark.parametrize(("joint", "before"), [(4, "ab"), (7, "rebound"), (12, "warmup"), (2, "ab")])
+@pytest.mark.parametrize("options", ["", "group_size=2, moments=rotate", "moments=slice, sync=full", "sync=stale"])
+def test_all_ranks_train_everything_together_in_the_joint_phase(
+    world: World, options: str, joint: int, before: str
+) -> None:
+    ranks = world(joint_steps, 4, options, joint)
+    for one in ranks:
+        assert one["before"] == before
+        assert {"3.up.weight", "3.down.weight", "3.up.bias", "0.weight", "5.weight"} <= one["found"][0].keys()
+        for moved, parameters in zip(one["moved"], one["found"], strict=True):
+            assert parameters.keys() - moved <= {"0.bias"}, "BatchNorm takes a bias away, so it has no gradient"
+        assert all(map(same, one["found"], ranks[0]["found"])), "equal on all ranks, bit for bit"
+
+
+@pytest.mark.parametrize(("ranks", "options"), [(1, ""), (2, "group_size=2"), (3, "group_size=1")])
+def test_the_joint_phase_works_with_any_number_of_groups(ranks: int, options: str) -> None:
+    found = tw.simulate(lambda comm: joint_steps(comm, options, 4), ranks=ranks)
+    assert found[0]["groups"] == (3 if ranks == 3 else 1)
+    assert all(same(found[0]["found"][-1], one["found"][-1]) for one in found)
+
+
+def both_models(comm: Comm, joint: int) -> tuple[Tensor, Tensor, list[int], bool]:
+    strategy = with_joint(comm, joint=joint)
+    steps(strategy, batches(14, 24))
+    whole, small = strategy.consolidate().eval(), strategy.consolidate(factored=True).eval()
+    x = torch.randn(9, 6, generator=torch.Generator().manual_seed(0))
+    sizes = [sum(p.numel() for p in model.parameters()) for model in (whole, small)]
+    factors = [small[3].get_parameter(f"{part}.weight") for part in ("up", "down")]
+    trained = [strategy.model[3].get_parameter(f"{part}.weight") for part in ("up", "down")]
+    return whole(x), small(x), sizes, all(map(torch.equal, factors, trained))
+
+
+@pytest.mark.parametrize("joint", [1, 4])
+def test_the_joint_phase_trains_the_factored_model_itself(world: World, joint: int) -> None:
+    for whole, small, sizes, is_trained in world(both_models, 2, joint):
+        torch.testing.assert_close(whole, small, rtol=1e-4, atol=1e-5)
+        assert sizes[1] < sizes[0]
+        assert is_trained, "not factored once more"
+
+
+def without_low_ranks(comm: Comm, joint: int, warmup: int) -> bool:
+    strategy = with_joint(comm, "moments=rotate", joint=joint, warmup=warmup, cutoff=0.001)
+    dense = trainer(comm, "data_parallel")
+    for one in (strategy, dense):
+        steps(one, batches(14, 24))
+    assert strategy.phase == "joint"
+    assert not strategy.layer_ranks
+    one, other = (dict(s.consolidate().named_parameters()) for s in (strategy, dense))
+    return same(one, other)
+
+
+@pytest.mark.parametrize(("joint", "warmup"), [(14, 0), (9, 5)])
+def test_without_layers_of_low_rank_it_is_data_parallelism(world: World, joint: int, warmup: int) -> None:
+    assert world(without_low_ranks, 2, joint, warmup) == [True, True]
+
+
+def joint_traffic(comm: Comm, group: int) -> dict[str, Any]:
+    strategy = with_joint(comm, f"group_size={group}")
+    steps(strategy, batches(10, 24))
+    before: dict[Any, int] = {}
+    sent = []
+    for batch in [None, *batches(4, 24)]:
+        if batch is not None:
+            steps(strategy, [batch])
+        now = {(row["purpose"], row["link"], row["op"]): row["wire_bytes"] for row in comm.ledger.rows()}
+        sent.append({key: n - before.get(key, 0) for key, n in now.items() if n != before.get(key, 0)})
+        before = now
+    factored = sum(p.numel() for p in strategy.model.parameters())  # N_A + N_B + N_o
+    return {"sent": sent[1:], "size": factored, "rank": strategy.layer_ranks["3"]}
+
+
+@pytest.mark.parametrize(("ranks", "group"), [(4, 2), (2, 1), (6, 3)])
+def test_traffic_of_the_joint_phase_follows_its_formula(world: World, ranks: int, group: int) -> None:
+    for one in world(joint_traffic, ranks, group):
+        assert one["size"] == sum(p.numel() for p in MODELS[0].parameters()) - 16 * 16 + 2 * 16 * one["rank"]
+        each = pytest.approx(all_reduce_bytes(4 * one["size"], ranks), abs=8)
+        assert [step["train", "world", "all_reduce"] for step in one["sent"]] == [each] * 4
+        assert all(step.keys() == {("train", "world", "all_reduce")} for step in one["sent"][1:]), "and nothing else"
+        assert ("sync", "world", "all_reduce") in one["sent"][0]
+
+
+def joint_rates(comm: Comm) -> list[float]:
+    strategy = with_joint(comm, climb=3)
+    rates = []
+    for batch in batches(14, 24):
+        step = strategy.learner.num_steps
+        steps(strategy, [batch])
+        assert strategy.phases is not None
+        rates.append(strategy.phases.lr_warmup(step, strategy.phase_start))
+    return rates
+
+
+def test_the_learning_rate_climbs_after_the_change_to_the_joint_phase() -> None:
+    third = pytest.approx(1 / 3)
+    assert tw.simulate(joint_rates, ranks=2)[0][8:] == [0, third, 0, third, pytest.approx(2 / 3), 1]
+
+
+def more_epochs(comm: Comm, at_step: int) -> list[str]:
+    first = with_joint(comm)
+    steps(first, batches(at_step, 24))
+    longer = ab(comm, "ab(sync_every=6, warmup=2, rebound=2, joint=4, climb=0, cutoff=0.7)", epochs=5)
+    longer.load_state_dict(first.state_dict())
+    longer.begin_epoch(7)
+    return [longer.phase for batch in batches(21, 24) if steps(longer, [batch])]
+
+
+def test_more_epochs_than_planned_are_joint() -> None:
+    assert tw.simulate(lambda comm: more_epochs(comm, 12), ranks=2) == [["joint"] * 21] * 2
+    assert tw.simulate(lambda comm: more_epochs(comm, 9), ranks=2) == [["ab"] + ["joint"] * 20] * 2
+
+
 # ---- the three ways to sync
 
 
@@ -696,7 +853,8 @@ def test_moments_of_a_rank_that_grows_or_of_another_kind() -> None:
 def at_every_step(comm: Comm, spec: str) -> list[tuple[int, str]]:
     """Save before each of 14 steps; go on from each save to the end; which of them end elsewhere."""
     data = batches(14, 24)
-    straight = ab(comm, spec)
+    straight = ab(comm, spec, epochs=2)
+    straight.begin_epoch(7)
     saved = []
     for batch in data:
         saved.append((straight.phase, copy.deepcopy(straight.state_dict())))
@@ -704,19 +862,20 @@ def at_every_step(comm: Comm, spec: str) -> list[tuple[int, str]]:
     end = weights(straight.consolidate()), weights(straight.model)
     wrong = []
     for i, (phase, state) in enumerate(saved):
-        after = ab(comm, spec, model=MODELS[3])
+        after = ab(comm, spec, model=MODELS[3], epochs=2)
         after.load_state_dict(state)
         steps(after, data[i:])
         if not (same(weights(after.consolidate()), end[0]) and same(weights(after.model), end[1])):
             wrong.append((i, phase))
-    assert {phase for phase, _ in saved} == {"warmup", "ab", "rebound"}
+    assert {phase for phase, _ in saved} == {"warmup", "ab", "rebound"} | ({"joint"} if "joint=5" in spec else set())
     return wrong
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("joint", [0, 5])
 @pytest.mark.parametrize(("sync", "moments"), [("learned", "reset"), ("stale", "slice"), ("full", "rotate")])
-def test_resume_in_every_phase_is_bit_exact(world: World, sync: str, moments: str) -> None:
-    spec = f"ab(sync_every=6, warmup=2, rebound=2, climb=3, cutoff=0.7, sync={sync}, moments={moments})"
+def test_resume_in_every_phase_is_bit_exact(world: World, sync: str, moments: str, joint: int) -> None:
+    spec = f"ab(sync_every=6, warmup=2, rebound=2, joint={joint}, climb=3, cutoff=0.7, sync={sync}, moments={moments})"
     assert world(at_every_step, 4, spec) == [[]] * 4
 
 
@@ -744,7 +903,7 @@ def test_states_of_any_phase_can_be_taken_on_and_those_of_other_groups_are_refus
 @pytest.mark.parametrize("group", [1, 2])
 def test_resume_is_exact_with_a_reducer_that_remembers(process_world: ProcessWorlds, group: int) -> None:
     reducer = "error_feedback(maxnorm(bits=4))"
-    spec = f"ab(sync_every=6, warmup=2, rebound=2, cutoff=0.7, group_size={group}, reducer={reducer})"
+    spec = f"ab(sync_every=6, warmup=2, rebound=2, cutoff=0.7, group_size={group}, joint=5, reducer={reducer})"
     assert process_world.run(at_every_step, 4, spec) == [[]] * 4
 
 
@@ -995,6 +1154,12 @@ def test_groups_are_nodes_halves_or_of_a_given_size(ranks: int, nodes: int, spec
         ),
         ("ab(rebound=0)", {}, "rebound=0 is not possible: should be greater than 0"),
         ("ab(sync_every=1)", {}, "ab: sync_every=1 leaves no step in which groups train separately; try 20 or more"),
+        (
+            "ab(sync_every=8, joint=4)",
+            {"epochs": None},
+            "ab: joint=4 is the length of the last phase, so ab must know how long the run is: prepare(…, epochs=90)",
+        ),
+        ("ab(joint=-1)", {}, "joint=-1 is not possible: should be greater than or equal to 0"),
         ("ab(sync_every=1e999)", {}, "sync_every=inf is not possible: should be a finite number"),
         ("ab(sync_every=0)", {}, "sync_every=0 is not possible"),
         ("ab(moments=keep)", {}, "moments='keep' is not possible: should be 'rotate', 'slice' or 'reset'"),
@@ -1017,6 +1182,12 @@ def test_wrong_settings_are_refused_in_words(spec: str, options: dict[str, Any],
             "ab(unit=epochs, warmup=9)",
             "the warm-up of 45 steps is not shorter than the run of 40 (8 epochs of 5); try warmup=1.6 (epochs)",
         ),
+        (
+            "ab(warmup=20, joint=21)",
+            "ab: the warm-up of 20 steps and the joint phase of 21 are longer than the run of 40 (8 epochs of 5); try "
+            "joint=8, more epochs",
+        ),
+        ("ab(joint=2.5)", "ab: joint=2.5 steps; give a whole number, or ab(joint=2.5, unit=epochs)"),
         ("ab(unit=epochs, sync_every=0.5, rebound=0.5)", "leaves none of the"),
         ("ab(sync_every=5, warmup=50)", "the warm-up of 50 steps is not shorter than the run of 40"),
     ],

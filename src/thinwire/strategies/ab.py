@@ -5,6 +5,7 @@ A run goes through the phases of the paper; `ab_phases` has their lengths:
     warmup    all ranks train W together: data parallelism at full rank
     ab        W is factored into A·B, and each group trains A or B: gradients are averaged inside groups only
     rebound   the groups sync, W ← Ā·B̄, and all ranks train W together again, before it is factored anew
+    joint     the end of the run, not in the paper: W is factored once more, and all ranks train A and B together
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from thinwire.surgery.memory_format import usual_copy
 from thinwire.surgery.moments import OptimizerState, copy_state
 from thinwire.surgery.standard import to_standard_modules
 
+FACTORED = ("ab", "joint")  # phases in which weights are products
 STEPS_TO_FORGET = 50  # BatchNorm's statistics of the phase before have a weight of 0.9**50 then, less than 1 %
 
 
@@ -46,10 +48,11 @@ class AB(Strategy):
 
     After a warm-up of data parallelism each weight becomes W = A·B; singular values σᵢ ≤ cutoff·σ₁ are dropped.
     Half of the groups train A, half B, each on its own data. Every S steps the groups sync, W ← Ā·B̄. Then all ranks
-    train W for D steps (rebound), and factor it anew. Wire bytes per rank and step, of P parameters on n ranks in
-    groups of g: 2(n−1)/n·4P in warm-up and rebound. Between them 2(g−1)/g·4(N_A + N_o), or N_B instead of
-    N_A, and none between groups. A sync sends 2(n−1)/n·4(N_A + N_B + N_o), or 4P instead with sync=full; new factors
-    are a broadcast of 4(N_A + N_B). N_o is what is not factored: vectors, embeddings, first and last layer.
+    train W for D steps (rebound), and factor it anew. At the end of the run, all ranks train A and B together. Wire
+    bytes per rank and step, of P parameters on n ranks in groups of g: 2(n−1)/n·4P in warm-up and rebound. Between them
+    2(g−1)/g·4(N_A + N_o), or N_B instead of N_A, and none between groups. A sync, and each step of the joint phase,
+    sends 2(n−1)/n·4(N_A + N_B + N_o); a sync with sync=full sends 4P instead. New factors are a broadcast of
+    4(N_A + N_B). N_o is what is not factored: vectors, embeddings, first and last layer.
 
     Coquelin et al., "AB-Training: A Communication-Efficient Approach for Distributed Low-Rank Learning", 2024.
     """
@@ -83,14 +86,15 @@ class AB(Strategy):
         warmup: LengthOrZero | None = None,  # Wu: steps at full rank in the beginning; default: 2·S
         rebound: Length | None = None,  # D: steps at full rank after each average over groups; default: S·60/759
         climb: LengthOrZero | None = None,  # R: learning-rate warm-up after each change of phase; default: S·267/759
-        unit: Literal["steps", "epochs"] = "steps",  # of sync_every, warmup, rebound and climb: steps or epochs
+        joint: LengthOrZero = 0,  # steps at the end in which all ranks train both factors together; 0 = the paper's run
+        unit: Literal["steps", "epochs"] = "steps",  # of all lengths of phases: steps or epochs
         moments: Literal["rotate", "slice", "reset"] = "reset",  # optimizer state of a new phase: rotate, slice, reset
         calibration: NonNegativeInt = 8,  # batches that each rank keeps to measure BatchNorm's statistics; 0 = none
         reducer: Reducer = mean(),  # how gradients are averaged
     ) -> None:
         self.model, self.comm, self.shard = model, comm, Shard(comm.rank, comm.size)
         self.sync, self.reducer = sync, reducer
-        self.lengths, self.epochs = PhaseLengths(sync_every, warmup, rebound, climb, unit), recipe.epochs
+        self.lengths, self.epochs = PhaseLengths(sync_every, warmup, rebound, climb, joint, unit), recipe.epochs
         self.phases = self.lengths.phases_before_first_epoch(recipe.epochs)
         self.phase: Phase = "warmup"
         self.phase_start = 0  # the first step of this phase
@@ -137,29 +141,30 @@ class AB(Strategy):
         self.phases.say_if_no_sync((self.epochs or 0) * epoch_steps, self.comm.rank)
 
     def _enter_phase(self, phase: Phase) -> None:
-        """Factor W before an ab phase; sync the groups and merge the factors after it."""
-        ended = optimizer_states(self.model, self.learner.optimizer, self.layer_ranks)
-        if phase == "ab":
+        """Sync the groups and merge the factors after an ab phase; factor W before an ab phase or the joint one."""
+        states = optimizer_states(self.model, self.learner.optimizer, self.layer_ranks)
+        if self.phase == "ab":
+            self._sync_groups(self.model)
+            self.factoring.merge(self.model)
+            states = self.moments.for_full_rank(states)
+        if phase in FACTORED:
             self.layer_ranks = self.factoring.decompose(self.model)
             if not self.layer_ranks:
                 self._say_once(
                     f"ab: with cutoff={self.factoring.cutoff} no layer's rank is low enough to make it smaller, so all "
-                    "layers stay full, and groups train all of them separately; try a higher cutoff, more weight decay "
-                    "or a longer run"
+                    "layers stay full; try a higher cutoff, more weight decay or a longer run"
                 )
-            states = self.moments.for_factors(ended, self.factoring.factored_layers(self.model))
-        else:
-            self._sync_groups(self.model)
-            self.factoring.merge(self.model)
-            states = self.moments.for_full_rank(ended)
+            new_states = self.moments.for_joint if phase == "joint" else self.moments.for_factors
+            states = new_states(states, self.factoring.factored_layers(self.model))
         self.phase, self.phase_start = phase, self.learner.num_steps
         self._begin_phase(states)
 
     def _begin_phase(self, states: Mapping[str, OptimizerState]) -> None:
-        """Train all of W with all ranks or, in an ab phase, this group's factor and the rest inside the group."""
+        """Train everything with all ranks or, in an ab phase, this group's factor and the rest inside the group."""
+        factors = self.role if self.phase == "ab" else "AB"
         for layer in self.factoring.factored_layers(self.model).values():
-            layer.A.requires_grad_("A" in self.role)
-            layer.B.requires_grad_("B" in self.role)
+            layer.A.requires_grad_("A" in factors)
+            layer.B.requires_grad_("B" in factors)
         full_names = {name: full_rank_name(name, self.layer_ranks) for name, _ in self.model.named_parameters()}
         self.learner.new_optimizer({name: states[full] for name, full in full_names.items() if full in states})
         reducer_states = self.exchange.states
@@ -200,7 +205,7 @@ class AB(Strategy):
         average_buffers(whole, self.comm)
         if not factored:
             self.factoring.merge(whole)
-        elif self.phase != "ab" or self.sync == "full":
+        elif self.phase not in FACTORED or (self.phase == "ab" and self.sync == "full"):
             has_statistics &= not self.factoring.decompose(whole)
         if not has_statistics:
             with self.comm.ledger.purpose("sync", instead_of="train"):
@@ -235,7 +240,7 @@ class AB(Strategy):
         self.factoring.read_layers |= set(state["read"])
         self.inputs.load(state["inputs"])
         self.factoring.merge(self.model)
-        if self.phase == "ab":
+        if self.phase in FACTORED:
             self.factoring.factor(self.model, self.layer_ranks)
         self._begin_phase({})
         self.learner.load_state_dict(state["learner"])
