@@ -417,6 +417,26 @@ def test_all_ranks_get_the_same_factors_cut_by_the_rule(world: World) -> None:
         assert one["status"] == {"phase": "ab", "layer_ranks": {"3": [one["rank"], 16]}}
 
 
+def ruled(comm: Comm, rule: str) -> tuple[int, Tensor, bool]:
+    """The rank that a rule gives a layer, the layer's singular values, and whether the layer was factored."""
+    strategy = ab(comm, f"ab(sync_every=6, warmup=2, {rule})")
+    steps(strategy, batches(2, 24))
+    sigma = torch.linalg.svdvals(strategy.model[3].weight.detach().double())
+    strategy._enter_phase("ab")
+    return strategy.layer_ranks.get("3", 16), sigma, isinstance(strategy.model[3], Factored)
+
+
+def test_layers_get_the_rank_of_the_rule(world: World) -> None:
+    for rank, sigma, is_factored in world(ruled, 2, "energy=0.8"):
+        sums = sigma.square().cumsum(0) / sigma.square().sum()
+        assert sums[rank - 1] >= 0.8 > sums[rank - 2]
+        assert is_factored
+    assert [rank for rank, _, _ in world(ruled, 2, "cutoff=0.9, min_rank=6")] == [6, 6]
+    assert [rank for rank, _, _ in world(ruled, 2, "energy=0.1, min_rank=7")] == [7, 7]
+    for spec in ("energy=0.99", "cutoff=0.9, min_rank=8", "energy=0.1, min_rank=99"):  # 8·(16 + 16) = 16·16
+        assert [is_factored for _, _, is_factored in world(ruled, 2, spec)] == [False, False]
+
+
 def stays_full(comm: Comm) -> tuple[bool, dict[str, Any], bool]:
     strategy = ab(comm, made(cutoff=0.01))
     steps(strategy, batches(4, 24))
@@ -433,6 +453,9 @@ def test_a_layer_that_would_gain_nothing_stays_full_and_that_is_told(capsys: pyt
     messages._said.clear()
     assert tw.simulate(stays_full, ranks=2) == [(True, {"phase": "ab", "layer_ranks": {"3": [16, 16]}}, True)] * 2
     assert "thinwire: ab: with cutoff=0.01 no layer's rank is low enough" in capsys.readouterr().err
+    tw.simulate(lambda comm: ruled(comm, "energy=0.99, min_rank=2"), ranks=2)
+    assert "ab: with energy=0.99 and min_rank=2 no layer's rank is low enough" in (err := capsys.readouterr().err)
+    assert "try a lower energy, more weight decay or a longer run" in err
 
 
 def spread(comm: Comm, model: nn.Module) -> set[str]:
@@ -1139,6 +1162,13 @@ def test_groups_are_nodes_halves_or_of_a_given_size(ranks: int, nodes: int, spec
         ("ab(cutoff=0)", {}, "cutoff=0 is not possible: should be greater than 0"),
         ("ab(cutoff=1)", {}, "cutoff=1 is not possible: should be less than 1"),
         ("ab(cutoff=nan)", {}, "cutoff"),
+        ("ab(energy=1)", {}, "energy=1 is not possible: should be less than 1"),
+        ("ab(min_rank=0)", {}, "min_rank=0 is not possible: should be greater than 0"),
+        (
+            "ab(cutoff=0.3, energy=0.9)",
+            {},
+            "ab: cutoff=0.3 and energy=0.9 are two rules for the same thing; give one of them",
+        ),
         ("ab(sync=mean)", {}, "sync='mean' is not possible: should be 'learned', 'stale' or 'full'"),
         ("ab", {"epochs": None}, "ab has phases, so it must know how long the run is: prepare"),
         ("ab(unit=epochs, sync_every=1)", {"epochs": None}, "must know how long the run is"),

@@ -30,15 +30,17 @@ from thinwire.reducers.states import carry_over, load_states
 from thinwire.strategies.ab_groups import make_groups
 from thinwire.strategies.ab_moments import PhaseMoments, full_rank_name, optimizer_states
 from thinwire.strategies.ab_phases import Length, LengthOrZero, Phase, PhaseLengths, Phases
-from thinwire.strategies.ab_sync import average_groups
+from thinwire.strategies.ab_sync import Sync, average_groups
 from thinwire.strategies.base import Artifact, Strategy
 from thinwire.strategies.learner import Learner, Recipe
 from thinwire.strategies.replicas import average_buffers, replicate
 from thinwire.strategies.series import Series
 from thinwire.surgery.memory_format import usual_copy
 from thinwire.surgery.moments import OptimizerState, copy_state
+from thinwire.surgery.rank_rule import make_rank_rule
 from thinwire.surgery.standard import to_standard_modules
 
+Share = Annotated[float, Field(gt=0, lt=1)]
 FACTORED = ("ab", "joint")  # phases in which weights are products
 STEPS_TO_FORGET = 50  # BatchNorm's statistics of the phase before have a weight of 0.9**50 then, less than 1 %
 
@@ -78,10 +80,10 @@ class AB(Strategy):
         /,
         *,
         group_size: PositiveInt | None = None,  # ranks of a group; default: those of a node, or half of all ranks
-        cutoff: Annotated[float, Field(gt=0, lt=1)] = 0.15,  # drops singular values up to this share of the largest
-        sync: Literal[
-            "learned", "stale", "full"
-        ] = "learned",  # what groups average: learned = factors that they trained, stale = all factors, full = products
+        cutoff: Share | None = None,  # drops singular values up to this share of the largest one; default: 0.15
+        energy: Share | None = None,  # instead of cutoff: keeps this share of the sum of squared singular values
+        min_rank: PositiveInt = 1,  # smallest rank that a layer may get
+        sync: Sync = "learned",  # what groups average: learned = trained factors, stale = all factors, full = products
         sync_every: Length | None = None,  # S: steps between two averages over groups; default: 0.105 of the run
         warmup: LengthOrZero | None = None,  # Wu: steps at full rank in the beginning; default: 2·S
         rebound: Length | None = None,  # D: steps at full rank after each average over groups; default: S·60/759
@@ -99,7 +101,7 @@ class AB(Strategy):
         self.phase: Phase = "warmup"
         self.phase_start = 0  # the first step of this phase
         self.num_epoch_steps = 0  # steps done in this epoch
-        self.factoring = make_factoring(model, comm, cutoff, "ab")
+        self.factoring = make_factoring(model, comm, make_rank_rule("ab", cutoff, energy, min_rank), "ab")
         self.layer_ranks: dict[str, int] = {}  # of the layers that were factored last
         replicate(model, comm)
         self.groups = make_groups(comm, group_size)
@@ -149,11 +151,7 @@ class AB(Strategy):
             states = self.moments.for_full_rank(states)
         if phase in FACTORED:
             self.layer_ranks = self.factoring.decompose(self.model)
-            if not self.layer_ranks:
-                self._say_once(
-                    f"ab: with cutoff={self.factoring.cutoff} no layer's rank is low enough to make it smaller, so all "
-                    "layers stay full; try a higher cutoff, more weight decay or a longer run"
-                )
+            self.factoring.say_if_none(self.layer_ranks)
             new_states = self.moments.for_joint if phase == "joint" else self.moments.for_factors
             states = new_states(states, self.factoring.factored_layers(self.model))
         self.phase, self.phase_start = phase, self.learner.num_steps
