@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import thinwire as tw
-from tests.training import MODELS, batches, same, seeded, sgd, steps, trainer, weights
+from tests.training import MODELS, PLAIN, batches, same, seeded, sgd, steps, trainer, weights
 from tests.worlds import ProcessWorlds, World
 from thinwire.comm.base import Comm
 from thinwire.comm.wire_bytes import all_reduce_bytes
@@ -30,8 +30,8 @@ PAPER = Phases(warmup=4330, every=759, rebound=60, climb=267)
 SPEC = "ab(sync_every=6, warmup=2, rebound=2, climb=0, cutoff={cutoff}, sync={sync}, group_size={group})"
 
 
-def ab(comm: Comm, spec: str, **options: Any) -> AB:
-    strategy = trainer(comm, spec, **options)
+def ab(comm: Comm, spec: str, model: nn.Module = MODELS[0], **options: Any) -> AB:
+    strategy = trainer(comm, spec, model, **options)
     assert isinstance(strategy, AB)
     return strategy
 
@@ -149,6 +149,163 @@ def test_phases_stay_as_they_were_planned() -> None:
     assert others == [first, first]
 
 
+def test_the_joint_phase_is_the_end_of_the_run() -> None:
+    assert Phases(4, 5, 2, 0, joint_start=11).starts(99) == [
+        (0, "warmup"),
+        (4, "ab"),
+        (5, "rebound"),
+        (7, "ab"),
+        (10, "rebound"),
+        (11, "joint"),
+    ]
+    assert Phases(4, 50, 2, 0, joint_start=4).starts(9) == [(0, "warmup"), (4, "joint")]
+    assert PhaseLengths(joint=30).phases(10, 20).joint_start == 170
+    assert PhaseLengths(joint=1.5, unit="epochs").phases(10, 20).joint_start == 170
+    assert PhaseLengths(warmup=150, joint=50).phases(10, 20).joint_start == 150, "all that the warm-up leaves"
+    assert PhaseLengths(joint=0).phases(10, 20).joint_start is None
+    assert PhaseLengths(every=8).phases_before_first_epoch(None) == Phases(16, 8, 1, 3), "of unknown length: none"
+
+
+# ---- the joint phase
+
+
+def with_joint(comm: Comm, options: str = "", model: nn.Module = MODELS[0], **more: Any) -> AB:
+    """A run of 14 steps: by default 2 of warm-up, 4 in groups, 2 of rebound, 2 in groups, and 4 that are joint."""
+    spec = "ab(sync_every=6, rebound=2, joint={joint}, climb={climb}, cutoff={cutoff}, warmup={warmup}{})"
+    given = {"joint": 4, "climb": 0, "cutoff": 0.7, "warmup": 2} | more
+    strategy = ab(comm, spec.format(options and f", {options}", **given), model, epochs=2)
+    strategy.begin_epoch(7)
+    return strategy
+
+
+def joint_steps(comm: Comm, options: str, joint: int) -> dict[str, Any]:
+    """After each step of the joint phase: parameters, and which of them a step has moved."""
+    strategy, data = with_joint(comm, options, joint=joint), batches(14, 24)
+    steps(strategy, data[: 14 - joint])
+    before = strategy.phase
+    found, moved = [], []
+    for batch in data[14 - joint :]:
+        old = {name: p.detach().clone() for name, p in strategy.model.named_parameters()}
+        steps(strategy, [batch])
+        found.append({name: p.detach().clone() for name, p in strategy.model.named_parameters()})
+        moved.append({name for name, p in found[-1].items() if name not in old or not torch.equal(p, old[name])})
+        assert strategy.status() == {"phase": "joint", "layer_ranks": {"3": [strategy.model[3].layer_rank, 16]}}
+    assert strategy.phases is not None
+    assert strategy.phase_start == 14 - joint
+    return {"before": before, "found": found, "moved": moved, "groups": len(strategy.groups.ranks)}
+
+
+@pytest.mark.parametrize(("joint", "before"), [(4, "ab"), (7, "rebound"), (12, "warmup"), (2, "ab")])
+@pytest.mark.parametrize("options", ["", "group_size=2, moments=rotate", "moments=slice, sync=full", "sync=stale"])
+def test_all_ranks_train_everything_together_in_the_joint_phase(
+    world: World, options: str, joint: int, before: str
+) -> None:
+    ranks = world(joint_steps, 4, options, joint)
+    for one in ranks:
+        assert one["before"] == before
+        assert {"3.up.weight", "3.down.weight", "3.up.bias", "0.weight", "5.weight"} <= one["found"][0].keys()
+        for moved, parameters in zip(one["moved"], one["found"], strict=True):
+            assert parameters.keys() - moved <= {"0.bias"}, "BatchNorm takes a bias away, so it has no gradient"
+        assert all(map(same, one["found"], ranks[0]["found"])), "equal on all ranks, bit for bit"
+
+
+@pytest.mark.parametrize(("ranks", "options"), [(1, ""), (2, "group_size=2"), (3, "group_size=1")])
+def test_the_joint_phase_works_with_any_number_of_groups(ranks: int, options: str) -> None:
+    found = tw.simulate(lambda comm: joint_steps(comm, options, 4), ranks=ranks)
+    assert found[0]["groups"] == (3 if ranks == 3 else 1)
+    assert all(same(found[0]["found"][-1], one["found"][-1]) for one in found)
+
+
+def both_models(comm: Comm, joint: int) -> tuple[Tensor, Tensor, list[int], bool]:
+    strategy = with_joint(comm, joint=joint)
+    steps(strategy, batches(14, 24))
+    whole, small = strategy.consolidate().eval(), strategy.consolidate(factored=True).eval()
+    x = torch.randn(9, 6, generator=torch.Generator().manual_seed(0))
+    sizes = [sum(p.numel() for p in model.parameters()) for model in (whole, small)]
+    factors = [small[3].get_parameter(f"{part}.weight") for part in ("up", "down")]
+    trained = [strategy.model[3].get_parameter(f"{part}.weight") for part in ("up", "down")]
+    return whole(x), small(x), sizes, all(map(torch.equal, factors, trained))
+
+
+@pytest.mark.parametrize("joint", [1, 4])
+def test_the_joint_phase_trains_the_factored_model_itself(world: World, joint: int) -> None:
+    for whole, small, sizes, is_trained in world(both_models, 2, joint):
+        torch.testing.assert_close(whole, small, rtol=1e-4, atol=1e-5)
+        assert sizes[1] < sizes[0]
+        assert is_trained, "not factored once more"
+
+
+def without_low_ranks(comm: Comm, joint: int, warmup: int) -> bool:
+    strategy = with_joint(comm, "moments=rotate", joint=joint, warmup=warmup, cutoff=0.001)
+    dense = trainer(comm, "data_parallel")
+    for one in (strategy, dense):
+        steps(one, batches(14, 24))
+    assert strategy.phase == "joint"
+    assert not strategy.layer_ranks
+    one, other = (dict(s.consolidate().named_parameters()) for s in (strategy, dense))
+    return same(one, other)
+
+
+@pytest.mark.parametrize(("joint", "warmup"), [(14, 0), (9, 5)])
+def test_without_layers_of_low_rank_it_is_data_parallelism(world: World, joint: int, warmup: int) -> None:
+    assert world(without_low_ranks, 2, joint, warmup) == [True, True]
+
+
+def joint_traffic(comm: Comm, group: int) -> dict[str, Any]:
+    strategy = with_joint(comm, f"group_size={group}")
+    steps(strategy, batches(10, 24))
+    before: dict[Any, int] = {}
+    sent = []
+    for batch in [None, *batches(4, 24)]:
+        if batch is not None:
+            steps(strategy, [batch])
+        now = {(row["purpose"], row["link"], row["op"]): row["wire_bytes"] for row in comm.ledger.rows()}
+        sent.append({key: n - before.get(key, 0) for key, n in now.items() if n != before.get(key, 0)})
+        before = now
+    factored = sum(p.numel() for p in strategy.model.parameters())  # N_A + N_B + N_o
+    return {"sent": sent[1:], "size": factored, "rank": strategy.layer_ranks["3"]}
+
+
+@pytest.mark.parametrize(("ranks", "group"), [(4, 2), (2, 1), (6, 3)])
+def test_traffic_of_the_joint_phase_follows_its_formula(world: World, ranks: int, group: int) -> None:
+    for one in world(joint_traffic, ranks, group):
+        assert one["size"] == sum(p.numel() for p in MODELS[0].parameters()) - 16 * 16 + 2 * 16 * one["rank"]
+        each = pytest.approx(all_reduce_bytes(4 * one["size"], ranks), abs=8)
+        assert [step["train", "world", "all_reduce"] for step in one["sent"]] == [each] * 4
+        assert all(step.keys() == {("train", "world", "all_reduce")} for step in one["sent"][1:]), "and nothing else"
+        assert ("sync", "world", "all_reduce") in one["sent"][0]
+
+
+def joint_rates(comm: Comm) -> list[float]:
+    strategy = with_joint(comm, climb=3)
+    rates = []
+    for batch in batches(14, 24):
+        step = strategy.learner.num_steps
+        steps(strategy, [batch])
+        assert strategy.phases is not None
+        rates.append(strategy.phases.lr_warmup(step, strategy.phase_start))
+    return rates
+
+
+def test_the_learning_rate_climbs_after_the_change_to_the_joint_phase() -> None:
+    third = pytest.approx(1 / 3)
+    assert tw.simulate(joint_rates, ranks=2)[0][8:] == [0, third, 0, third, pytest.approx(2 / 3), 1]
+
+
+def more_epochs(comm: Comm, at_step: int) -> list[str]:
+    first = with_joint(comm)
+    steps(first, batches(at_step, 24))
+    longer = ab(comm, "ab(sync_every=6, warmup=2, rebound=2, joint=4, climb=0, cutoff=0.7)", epochs=5)
+    longer.load_state_dict(first.state_dict())
+    longer.begin_epoch(7)
+    return [longer.phase for batch in batches(21, 24) if steps(longer, [batch])]
+
+
+def test_more_epochs_than_planned_are_joint() -> None:
+    assert tw.simulate(lambda comm: more_epochs(comm, 12), ranks=2) == [["joint"] * 21] * 2
+    assert tw.simulate(lambda comm: more_epochs(comm, 9), ranks=2) == [["ab"] + ["joint"] * 20] * 2
+
+
 # ---- the three ways to sync
 
 
@@ -260,6 +417,26 @@ def test_all_ranks_get_the_same_factors_cut_by_the_rule(world: World) -> None:
         assert one["status"] == {"phase": "ab", "layer_ranks": {"3": [one["rank"], 16]}}
 
 
+def ruled(comm: Comm, rule: str) -> tuple[int, Tensor, bool]:
+    """The rank that a rule gives a layer, the layer's singular values, and whether the layer was factored."""
+    strategy = ab(comm, f"ab(sync_every=6, warmup=2, {rule})")
+    steps(strategy, batches(2, 24))
+    sigma = torch.linalg.svdvals(strategy.model[3].weight.detach().double())
+    strategy._enter_phase("ab")
+    return strategy.layer_ranks.get("3", 16), sigma, isinstance(strategy.model[3], Factored)
+
+
+def test_layers_get_the_rank_of_the_rule(world: World) -> None:
+    for rank, sigma, is_factored in world(ruled, 2, "energy=0.8"):
+        sums = sigma.square().cumsum(0) / sigma.square().sum()
+        assert sums[rank - 1] >= 0.8 > sums[rank - 2]
+        assert is_factored
+    assert [rank for rank, _, _ in world(ruled, 2, "cutoff=0.9, min_rank=6")] == [6, 6]
+    assert [rank for rank, _, _ in world(ruled, 2, "energy=0.1, min_rank=7")] == [7, 7]
+    for spec in ("energy=0.99", "cutoff=0.9, min_rank=8", "energy=0.1, min_rank=99"):  # 8·(16 + 16) = 16·16
+        assert [is_factored for _, _, is_factored in world(ruled, 2, spec)] == [False, False]
+
+
 def stays_full(comm: Comm) -> tuple[bool, dict[str, Any], bool]:
     strategy = ab(comm, made(cutoff=0.01))
     steps(strategy, batches(4, 24))
@@ -276,6 +453,9 @@ def test_a_layer_that_would_gain_nothing_stays_full_and_that_is_told(capsys: pyt
     messages._said.clear()
     assert tw.simulate(stays_full, ranks=2) == [(True, {"phase": "ab", "layer_ranks": {"3": [16, 16]}}, True)] * 2
     assert "thinwire: ab: with cutoff=0.01 no layer's rank is low enough" in capsys.readouterr().err
+    tw.simulate(lambda comm: ruled(comm, "energy=0.99, min_rank=2"), ranks=2)
+    assert "ab: with energy=0.99 and min_rank=2 no layer's rank is low enough" in (err := capsys.readouterr().err)
+    assert "try a lower energy, more weight decay or a longer run" in err
 
 
 def spread(comm: Comm, model: nn.Module) -> set[str]:
@@ -432,7 +612,12 @@ def alone(comm: Comm) -> list[Tensor]:
     own = strategy.model[1]
     mine = copy.deepcopy(own)
     seen: list[Tensor] = []
-    hook = own.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach().clone()))
+
+    def note(module: nn.Module, args: tuple[Tensor]) -> None:
+        if module is own:  # a model that is consolidated has copies of hooks
+            seen.append(args[0].detach().clone())
+
+    hook = own.register_forward_pre_hook(note)
     strategy.consolidate()
     steps(strategy, data[3:])
     hook.remove()
@@ -444,6 +629,100 @@ def alone(comm: Comm) -> list[Tensor]:
 def test_batchnorm_statistics_never_cross_groups_while_they_train_separately(world: World) -> None:
     for differences in world(alone, 2):
         assert all(not d.any() for d in differences)
+
+
+Statistics = tuple[Tensor, Tensor]
+
+
+def measured(model: nn.Module, inputs: list[Tensor]) -> Statistics:
+    """Mean and variance of what comes into the second BatchNorm of NORMED in eval mode, the mean over batches."""
+    with torch.no_grad():
+        found = [model[:3](x) for x in inputs]
+    return mean(x.mean(0) for x in found), mean(x.var(0) for x in found)
+
+
+def _normed_net() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)
+    )
+
+
+NORMED = seeded(4, _normed_net)  # a layer that is factored, then BatchNorm
+
+
+def normed(comm: Comm, spec: str, num_steps: int, factored: bool) -> list[Statistics]:
+    """Statistics of a consolidated model: as they are, as measured on the last batches, and the mean over ranks."""
+    strategy, data = ab(comm, f"ab(cutoff=0.6, {spec})", NORMED), batches(num_steps, 24)
+    steps(strategy, data)
+    model, own = strategy.consolidate(factored), strategy.model[3]
+    averaged = [comm.mean(buffer.clone()) for buffer in (own.running_mean, own.running_var)]
+    norm = model[3]
+    assert (norm.num_batches_tracked, norm.momentum, norm.training) == (num_steps, 0.1, True)
+    parts = [x[rank :: comm.size] for x, _ in data[-8:] for rank in range(comm.size)]
+    return [(norm.running_mean, norm.running_var), measured(model, parts), (averaged[0], averaged[1])]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "spec", "num_steps", "factored", "is_measured"),
+    [
+        (2, "sync_every=90, warmup=4", 10, False, True),  # no rank has trained the model that groups make together
+        (4, "sync_every=90, warmup=4, sync=stale", 60, True, True),
+        (2, "sync_every=90, warmup=4, sync=full", 60, True, True),
+        (2, "sync_every=5, warmup=1, rebound=4", 7, False, True),  # nor has any, soon after a sync
+        (2, "sync_every=90, warmup=20", 10, True, True),  # nor a copy without small singular values
+        (1, "sync_every=90, warmup=20", 10, True, True),
+        (2, "sync_every=90, warmup=20", 10, False, False),  # in full-rank phases all ranks train this model
+        (2, "sync_every=70, warmup=1, rebound=60", 125, False, False),
+        (2, "sync_every=90, warmup=4, group_size=2", 60, False, False),  # in a single group as well
+        (1, "sync_every=90, warmup=4", 60, True, False),
+    ],
+)
+def test_batchnorm_statistics_of_a_model_that_no_rank_trained_are_measured(
+    world: World, ranks: int, spec: str, num_steps: int, factored: bool, is_measured: bool
+) -> None:
+    found = world(normed, ranks, spec, num_steps, factored)
+    for statistics, anew, averaged in found:
+        right, wrong = (anew, averaged) if is_measured else (averaged, anew)
+        for value, expected, other in zip(statistics, right, wrong, strict=True):
+            torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
+            assert not torch.allclose(value, other, rtol=1e-3)
+        assert all(map(torch.equal, statistics, found[0][0])), "equal on all ranks"
+
+
+def kept(comm: Comm) -> list[list[int]]:
+    """Batches kept: without statistics, without calibration, of a short run, of a long one; and of a state."""
+    found = []
+    for model, spec, length in (
+        (PLAIN, "ab(sync_every=4", 5),
+        (NORMED, "ab(calibration=0, sync_every=4", 5),
+        (NORMED, "ab(sync_every=4", 3),
+        (NORMED, "ab(calibration=2, sync_every=4", 5),
+    ):
+        strategy = ab(comm, f"{spec}, warmup=1, cutoff=0.6)", model)
+        steps(strategy, batches(length, 24))
+        strategy.consolidate()
+        after = ab(comm, f"{spec}, warmup=1, cutoff=0.6)", model)
+        after.load_state_dict(strategy.state_dict())
+        found += [[len(x) for x in one.inputs] for one in (strategy, after)]
+    return found
+
+
+def test_only_inputs_that_are_needed_are_kept() -> None:
+    nothing: list[int] = []
+    assert tw.simulate(kept, ranks=2) == [[nothing] * 4 + [[12] * 3] * 2 + [[12] * 2] * 2] * 2
+
+
+def with_a_frozen_norm(comm: Comm) -> bool:
+    strategy = ab(comm, made(cutoff=0.6), NORMED)
+    strategy.model[3].eval()
+    steps(strategy, batches(4, 24))
+    assert strategy.phase == "ab"
+    norm = strategy.consolidate()[3]
+    return not norm.running_mean.any() and bool((norm.running_var == 1).all())
+
+
+def test_frozen_norms_keep_their_statistics() -> None:
+    assert tw.simulate(with_a_frozen_norm, ranks=2) == [True, True]
 
 
 # ---- what the optimizer remembers
@@ -597,7 +876,8 @@ def test_moments_of_a_rank_that_grows_or_of_another_kind() -> None:
 def at_every_step(comm: Comm, spec: str) -> list[tuple[int, str]]:
     """Save before each of 14 steps; go on from each save to the end; which of them end elsewhere."""
     data = batches(14, 24)
-    straight = ab(comm, spec)
+    straight = ab(comm, spec, epochs=2)
+    straight.begin_epoch(7)
     saved = []
     for batch in data:
         saved.append((straight.phase, copy.deepcopy(straight.state_dict())))
@@ -605,19 +885,20 @@ def at_every_step(comm: Comm, spec: str) -> list[tuple[int, str]]:
     end = weights(straight.consolidate()), weights(straight.model)
     wrong = []
     for i, (phase, state) in enumerate(saved):
-        after = ab(comm, spec, model=MODELS[3])
+        after = ab(comm, spec, model=MODELS[3], epochs=2)
         after.load_state_dict(state)
         steps(after, data[i:])
         if not (same(weights(after.consolidate()), end[0]) and same(weights(after.model), end[1])):
             wrong.append((i, phase))
-    assert {phase for phase, _ in saved} == {"warmup", "ab", "rebound"}
+    assert {phase for phase, _ in saved} == {"warmup", "ab", "rebound"} | ({"joint"} if "joint=5" in spec else set())
     return wrong
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("joint", [0, 5])
 @pytest.mark.parametrize(("sync", "moments"), [("learned", "reset"), ("stale", "slice"), ("full", "rotate")])
-def test_resume_in_every_phase_is_bit_exact(world: World, sync: str, moments: str) -> None:
-    spec = f"ab(sync_every=6, warmup=2, rebound=2, climb=3, cutoff=0.7, sync={sync}, moments={moments})"
+def test_resume_in_every_phase_is_bit_exact(world: World, sync: str, moments: str, joint: int) -> None:
+    spec = f"ab(sync_every=6, warmup=2, rebound=2, joint={joint}, climb=3, cutoff=0.7, sync={sync}, moments={moments})"
     assert world(at_every_step, 4, spec) == [[]] * 4
 
 
@@ -645,7 +926,7 @@ def test_states_of_any_phase_can_be_taken_on_and_those_of_other_groups_are_refus
 @pytest.mark.parametrize("group", [1, 2])
 def test_resume_is_exact_with_a_reducer_that_remembers(process_world: ProcessWorlds, group: int) -> None:
     reducer = "error_feedback(maxnorm(bits=4))"
-    spec = f"ab(sync_every=6, warmup=2, rebound=2, cutoff=0.7, group_size={group}, reducer={reducer})"
+    spec = f"ab(sync_every=6, warmup=2, rebound=2, cutoff=0.7, group_size={group}, joint=5, reducer={reducer})"
     assert process_world.run(at_every_step, 4, spec) == [[]] * 4
 
 
@@ -881,6 +1162,13 @@ def test_groups_are_nodes_halves_or_of_a_given_size(ranks: int, nodes: int, spec
         ("ab(cutoff=0)", {}, "cutoff=0 is not possible: should be greater than 0"),
         ("ab(cutoff=1)", {}, "cutoff=1 is not possible: should be less than 1"),
         ("ab(cutoff=nan)", {}, "cutoff"),
+        ("ab(energy=1)", {}, "energy=1 is not possible: should be less than 1"),
+        ("ab(min_rank=0)", {}, "min_rank=0 is not possible: should be greater than 0"),
+        (
+            "ab(cutoff=0.3, energy=0.9)",
+            {},
+            "ab: cutoff=0.3 and energy=0.9 are two rules for the same thing; give one of them",
+        ),
         ("ab(sync=mean)", {}, "sync='mean' is not possible: should be 'learned', 'stale' or 'full'"),
         ("ab", {"epochs": None}, "ab has phases, so it must know how long the run is: prepare"),
         ("ab(unit=epochs, sync_every=1)", {"epochs": None}, "must know how long the run is"),
@@ -896,6 +1184,12 @@ def test_groups_are_nodes_halves_or_of_a_given_size(ranks: int, nodes: int, spec
         ),
         ("ab(rebound=0)", {}, "rebound=0 is not possible: should be greater than 0"),
         ("ab(sync_every=1)", {}, "ab: sync_every=1 leaves no step in which groups train separately; try 20 or more"),
+        (
+            "ab(sync_every=8, joint=4)",
+            {"epochs": None},
+            "ab: joint=4 is the length of the last phase, so ab must know how long the run is: prepare(…, epochs=90)",
+        ),
+        ("ab(joint=-1)", {}, "joint=-1 is not possible: should be greater than or equal to 0"),
         ("ab(sync_every=1e999)", {}, "sync_every=inf is not possible: should be a finite number"),
         ("ab(sync_every=0)", {}, "sync_every=0 is not possible"),
         ("ab(moments=keep)", {}, "moments='keep' is not possible: should be 'rotate', 'slice' or 'reset'"),
@@ -918,6 +1212,12 @@ def test_wrong_settings_are_refused_in_words(spec: str, options: dict[str, Any],
             "ab(unit=epochs, warmup=9)",
             "the warm-up of 45 steps is not shorter than the run of 40 (8 epochs of 5); try warmup=1.6 (epochs)",
         ),
+        (
+            "ab(warmup=20, joint=21)",
+            "ab: the warm-up of 20 steps and the joint phase of 21 are longer than the run of 40 (8 epochs of 5); try "
+            "joint=8, more epochs",
+        ),
+        ("ab(joint=2.5)", "ab: joint=2.5 steps; give a whole number, or ab(joint=2.5, unit=epochs)"),
         ("ab(unit=epochs, sync_every=0.5, rebound=0.5)", "leaves none of the"),
         ("ab(sync_every=5, warmup=50)", "the warm-up of 50 steps is not shorter than the run of 40"),
     ],

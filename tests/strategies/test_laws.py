@@ -25,6 +25,7 @@ VARIANTS = [
     "ab(sync_every=3, warmup=1, cutoff=0.7)",
     "ab(sync_every=6, warmup=3, rebound=2, climb=0, cutoff=0.6, sync=stale, moments=rotate)",
     "ab(sync_every=3, warmup=0, cutoff=0.7, sync=full, moments=slice, reducer=error_feedback(maxnorm(bits=4)))",
+    "ab(unit=epochs, sync_every=0.6, warmup=0.2, rebound=0.2, joint=6.8, cutoff=0.7)",
     "ist(local_steps=2)",
     "local_parallel(window=2, microbatches=2, wire=bf16, head=readout(every=2), reducer=error_feedback(maxnorm))",
     "pipeline(schedule=gpipe, microbatches=3, reducer=error_feedback(maxnorm(bits=4)))",

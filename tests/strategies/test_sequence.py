@@ -674,6 +674,8 @@ def test_low_rank_layers_are_found_given_and_merged() -> None:
     assert given.layer_ranks == {}
     thin = give_low_rank_layers(model, given._replace(layer_ranks={"4": 5}))
     assert find_low_rank_layers(thin, names).layer_ranks == {"4": 5}
+    for factor in (thin[4].up, thin[4].down):
+        nn.init.normal_(factor.weight)
     product = thin[4].up.weight @ thin[4].down.weight
     bias = thin[4].up.bias
     full = merge_low_rank_layers(thin, given._replace(layer_ranks={"4": 5}))

@@ -1,7 +1,8 @@
-"""BatchNorm's statistics of a whole network, measured anew."""
+"""BatchNorm's statistics of a model whose weights no rank trained as they are, measured anew on recent inputs."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -14,15 +15,42 @@ from thinwire.comm.collectives import all_gather_json, coalesced
 from thinwire.exchange.streamed import StreamedModel
 
 
+class RecentInputs:
+    """Copies of the last batches of inputs that a rank trained on; none if the model has no BatchNorm statistics."""
+
+    def __init__(self, model: nn.Module, number: int, device: torch.device) -> None:
+        has_statistics = any(isinstance(m, _BatchNorm) and m.track_running_stats for m in model.modules())
+        self.batches: deque[Tensor] = deque(maxlen=number if has_statistics else 0)
+        self.device = device
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.batches)
+
+    def keep(self, inputs: Tensor) -> None:
+        """Copy a batch of inputs, into the memory of the oldest one if that has the same shape."""
+        if not self.batches.maxlen:
+            return
+        memory = self.batches.popleft() if len(self.batches) == self.batches.maxlen else None
+        if memory is None or (memory.shape, memory.dtype) != (inputs.shape, inputs.dtype):
+            memory = torch.empty_like(inputs, device=self.device)
+        self.batches.append(memory.copy_(inputs.detach()))
+
+    def load(self, saved: Iterable[Tensor]) -> None:
+        """Keep the inputs of a saved state instead."""
+        self.batches.clear()
+        self.batches.extend(x.to(self.device, copy=True) for x in saved)
+
+
 @torch.no_grad()
 def calibrate_batchnorm(model: nn.Module, recent: Iterable[Tensor], comm: Comm, autocast: bool) -> None:
-    """Measure BatchNorm's statistics of a whole network, whose sums have more terms than narrow ones. Collective.
+    """Measure BatchNorm's statistics of a model on recent inputs. Collective.
 
-    Each rank runs the network on its own inputs; the statistics are averaged over ranks. Frozen norms, those in eval
-    mode, keep their statistics, and so do all where no rank has inputs.
+    For models put together of what ranks trained: their statistics do not follow from those of the ranks. Each rank
+    runs the model on its own inputs; the statistics are averaged over ranks. Frozen norms, those in eval mode, keep
+    their statistics, and so do all where no rank has inputs.
     """
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None and m.training]
-    if not norms or comm.size == 1:
+    if not norms:
         return
     inputs = list(recent)
     mine = [len(inputs), list(inputs[0].shape), str(inputs[0].dtype)] if inputs else [0, [], ""]

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from thinwire.comm.base import Comm
 from thinwire.comm.collectives import coalesced
+from thinwire.common.messages import say
 from thinwire.common.packing import assign_to_least_loaded
 from thinwire.errors import RunError, UsageError
+from thinwire.surgery.attention import unpack_attention
 from thinwire.surgery.lowrank import (
     Decomposition,
     Factored,
@@ -19,19 +21,20 @@ from thinwire.surgery.lowrank import (
     decompose,
     factor,
     factorable_layers,
-    layer_rank_above,
     merge,
     saves_parameters,
     set_factors,
 )
+from thinwire.surgery.rank_rule import RankRule
+from thinwire.surgery.standard import to_standard_modules
 
 
 class Factoring:
     """Factors the layers of a model that can be factored, and merges them again. Works on copies of the model too."""
 
-    def __init__(self, model: nn.Module, comm: Comm, cutoff: float, owner: str) -> None:
+    def __init__(self, model: nn.Module, comm: Comm, rule: RankRule, owner: str) -> None:
         self.comm = comm
-        self.cutoff = cutoff
+        self.rule = rule
         self.owner = owner  # the strategy, for its messages
         self.layers = factorable_layers(model)
         if not self.layers:
@@ -91,6 +94,17 @@ class Factoring:
                 coalesced([w for x in layers.values() for w in (x.A, x.B)], partial(self.comm.broadcast, root=root))
         return layer_ranks
 
+    def say_if_none(self, layer_ranks: Mapping[str, int]) -> None:
+        """Tell the user if the rule has left all layers full."""
+        if not layer_ranks:
+            say(
+                f"{self.owner}: with {self.rule} no layer's rank is low enough to make it smaller, so all layers stay "
+                f"full; try a {'higher cutoff' if self.rule.energy is None else 'lower energy'}, more weight decay or "
+                "a longer run",
+                self.comm.rank,
+                once=True,
+            )
+
     def _owners(self, weights: Mapping[str, Tensor]) -> dict[str, int]:
         """The rank that decomposes each layer: the largest layer first, each to the rank that has least to do."""
         largest_first = sorted(weights.items(), key=lambda item: -item[1].numel())
@@ -101,7 +115,7 @@ class Factoring:
         return {name: model.get_submodule(name).get_parameter("weight") for name in self.layers}
 
     def _agree_on_layer_ranks(self, weights: dict[str, Tensor], splits: dict[str, Decomposition]) -> dict[str, int]:
-        mine = [layer_rank_above(splits[name].sigma, self.cutoff) if name in splits else 0 for name in self.layers]
+        mine = [self.rule.layer_rank(splits[name].sigma) if name in splits else 0 for name in self.layers]
         with self.comm.ledger.purpose("sync", instead_of="train"):
             found = dict(zip(self.layers, self.comm.sum(torch.tensor(mine)).tolist(), strict=True))
         for name, layer_rank in found.items():
@@ -119,3 +133,13 @@ def _split(weight: Tensor) -> Decomposition:
         return decompose(weight)
     except (ValueError, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
         return Decomposition(weight, weight.new_zeros(0), weight)
+
+
+def make_factoring(model: nn.Module, comm: Comm, rule: RankRule, owner: str) -> Factoring:
+    """Unpack attention, so that its projections can be factored; a model that is refused is left as it was."""
+    unpack_attention(model)
+    try:
+        return Factoring(model, comm, rule, owner)
+    except UsageError:
+        to_standard_modules(model)
+        raise

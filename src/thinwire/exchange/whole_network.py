@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from thinwire.errors import RunError
 from thinwire.exchange.assembly import assemble, free_bytes
-from thinwire.exchange.calibration import calibrate_batchnorm
+from thinwire.exchange.calibration import RecentInputs, calibrate_batchnorm
 from thinwire.exchange.sharded import ShardedTensors
 from thinwire.exchange.streamed import Factors, StreamedModel
 
@@ -28,25 +25,15 @@ class WholeNetwork:
         self.model, self.sharded, self.comm = model, sharded, sharded.comm
         self.max_gb, self.autocast = max_gb, autocast
         self.is_calibrated = num_inputs > 0  # else BatchNorm's statistics are those of narrow networks
-        has_statistics = any(isinstance(m, _BatchNorm) and m.track_running_stats for m in model.modules())
-        self.inputs: deque[Tensor] = deque(maxlen=num_inputs if has_statistics else 0)
+        self.inputs = RecentInputs(model, num_inputs, sharded.device)
 
     def keep_inputs(self, inputs: Tensor) -> None:
-        """Keep a copy of a batch of inputs, to measure BatchNorm's statistics on it.
-
-        It takes the memory of the oldest one, if that has the same shape.
-        """
-        if not self.inputs.maxlen:
-            return
-        memory = self.inputs.popleft() if len(self.inputs) == self.inputs.maxlen else None
-        if memory is None or (memory.shape, memory.dtype) != (inputs.shape, inputs.dtype):
-            memory = torch.empty_like(inputs, device=self.sharded.device)
-        self.inputs.append(memory.copy_(inputs.detach()))
+        """Keep a copy of a batch of inputs, to measure BatchNorm's statistics on it."""
+        self.inputs.keep(inputs)
 
     def load_inputs(self, saved: list[Tensor]) -> None:
         """Keep the inputs of a saved state instead."""
-        self.inputs.clear()
-        self.inputs.extend(x.to(self.sharded.device, copy=True) for x in saved)
+        self.inputs.load(saved)
 
     def fits(self) -> bool:
         """Whether every rank has room for the whole network. Collective."""
@@ -70,11 +57,16 @@ class WholeNetwork:
     def assemble(self, sharded: ShardedTensors, factors: Factors) -> nn.Module:
         """The whole network of these shards on every rank. Collective."""
         whole = assemble(self.model, sharded, factors)
-        calibrate_batchnorm(whole, self.inputs, self.comm, self.autocast)
+        self._calibrate(whole)
         return whole
 
     def stream(self, sharded: ShardedTensors, factors: Factors) -> StreamedModel:
         """The whole network of these shards, of which a rank holds one layer at a time. Collective."""
         streamed = StreamedModel(self.model, sharded, factors)
-        calibrate_batchnorm(streamed, self.inputs, self.comm, self.autocast)
+        self._calibrate(streamed)
         return streamed
+
+    def _calibrate(self, whole: nn.Module) -> None:
+        """Measure BatchNorm's statistics, whose sums have more terms than those of narrow networks."""
+        if self.comm.size > 1:
+            calibrate_batchnorm(whole, self.inputs, self.comm, self.autocast)

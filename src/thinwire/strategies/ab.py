@@ -5,6 +5,7 @@ A run goes through the phases of the paper; `ab_phases` has their lengths:
     warmup    all ranks train W together: data parallelism at full rank
     ab        W is factored into A·B, and each group trains A or B: gradients are averaged inside groups only
     rebound   the groups sync, W ← Ā·B̄, and all ranks train W together again, before it is factored anew
+    joint     the end of the run, not in the paper: W is factored once more, and all ranks train A and B together
 """
 
 from __future__ import annotations
@@ -13,32 +14,36 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any, ClassVar, Literal
 
-import torch
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 
 from thinwire.comm.base import Comm
-from thinwire.comm.collectives import coalesced
 from thinwire.common.messages import say
-from thinwire.data import Batch, Shard
-from thinwire.errors import RunError, UsageError
-from thinwire.exchange.factoring import Factoring
+from thinwire.data import Batch, Shard, to_device
+from thinwire.errors import RunError
+from thinwire.exchange.calibration import RecentInputs, calibrate_batchnorm
+from thinwire.exchange.factoring import make_factoring
 from thinwire.exchange.gradients import GradientExchange, make_exchange
 from thinwire.reducers.base import Reducer
 from thinwire.reducers.mean import mean
 from thinwire.reducers.states import carry_over, load_states
 from thinwire.strategies.ab_groups import make_groups
 from thinwire.strategies.ab_moments import PhaseMoments, full_rank_name, optimizer_states
-from thinwire.strategies.ab_phases import Length, LengthOrZero, Phase, PhaseLengths, Phases
+from thinwire.strategies.ab_phases import Length, LengthOrZero, Phase, PhaseLengths, Phases, say_if_unplanned
+from thinwire.strategies.ab_sync import Sync, average_groups
 from thinwire.strategies.base import Artifact, SmallModel, Strategy, factored_artifact
 from thinwire.strategies.learner import Learner, Recipe
 from thinwire.strategies.replicas import average_buffers, replicate
 from thinwire.strategies.series import Series
-from thinwire.surgery.attention import unpack_attention
 from thinwire.surgery.low_rank_model import find_low_rank_layers
 from thinwire.surgery.memory_format import usual_copy
 from thinwire.surgery.moments import OptimizerState, copy_state
+from thinwire.surgery.rank_rule import make_rank_rule
 from thinwire.surgery.standard import to_standard_modules
+
+Share = Annotated[float, Field(gt=0, lt=1)]
+FACTORED = ("ab", "joint")  # phases in which weights are products
+STEPS_TO_FORGET = 50  # BatchNorm's statistics of the phase before have a weight of 0.9**50 then, less than 1 %
 
 
 class AB(Strategy):
@@ -46,10 +51,11 @@ class AB(Strategy):
 
     After a warm-up of data parallelism each weight becomes W = A·B; singular values σᵢ ≤ cutoff·σ₁ are dropped.
     Half of the groups train A, half B, each on its own data. Every S steps the groups sync, W ← Ā·B̄. Then all ranks
-    train W for D steps (rebound), and factor it anew. Wire bytes per rank and step, of P parameters on n ranks in
-    groups of g: 2(n−1)/n·4P in warm-up and rebound. Between them 2(g−1)/g·4(N_A + N_o), or N_B instead of
-    N_A, and none between groups. A sync sends 2(n−1)/n·4(N_A + N_B + N_o), or 4P instead with sync=full; new factors
-    are a broadcast of 4(N_A + N_B). N_o is what is not factored: vectors, embeddings, first and last layer.
+    train W for D steps (rebound), and factor it anew. At the end of the run, all ranks train A and B together. Wire
+    bytes per rank and step, of P parameters on n ranks in groups of g: 2(n−1)/n·4P in warm-up and rebound. Between them
+    2(g−1)/g·4(N_A + N_o), or N_B instead of N_A, and none between groups. A sync, and each step of the joint phase,
+    sends 2(n−1)/n·4(N_A + N_B + N_o); a sync with sync=full sends 4P instead. New factors are a broadcast of
+    4(N_A + N_B). N_o is what is not factored: vectors, embeddings, first and last layer.
 
     Coquelin et al., "AB-Training: A Communication-Efficient Approach for Distributed Low-Rank Learning", 2024.
     """
@@ -76,26 +82,28 @@ class AB(Strategy):
         /,
         *,
         group_size: PositiveInt | None = None,  # ranks of a group; default: those of a node, or half of all ranks
-        cutoff: Annotated[float, Field(gt=0, lt=1)] = 0.15,  # drops singular values up to this share of the largest
-        sync: Literal[
-            "learned", "stale", "full"
-        ] = "learned",  # what groups average: learned = factors that they trained, stale = all factors, full = products
+        cutoff: Share | None = None,  # drops singular values up to this share of the largest one; default: 0.15
+        energy: Share | None = None,  # instead of cutoff: keeps this share of the sum of squared singular values
+        min_rank: PositiveInt = 1,  # smallest rank that a layer may get
+        sync: Sync = "learned",  # what groups average: learned = trained factors, stale = all factors, full = products
         sync_every: Length | None = None,  # S: steps between two averages over groups; default: 0.105 of the run
         warmup: LengthOrZero | None = None,  # Wu: steps at full rank in the beginning; default: 2·S
         rebound: Length | None = None,  # D: steps at full rank after each average over groups; default: S·60/759
         climb: LengthOrZero | None = None,  # R: learning-rate warm-up after each change of phase; default: S·267/759
-        unit: Literal["steps", "epochs"] = "steps",  # of sync_every, warmup, rebound and climb: steps or epochs
+        joint: LengthOrZero = 0,  # steps at the end in which all ranks train both factors together; 0 = the paper's run
+        unit: Literal["steps", "epochs"] = "steps",  # of all lengths of phases: steps or epochs
         moments: Literal["rotate", "slice", "reset"] = "reset",  # optimizer state of a new phase: rotate, slice, reset
+        calibration: NonNegativeInt = 8,  # batches that each rank keeps to measure BatchNorm's statistics; 0 = none
         reducer: Reducer = mean(),  # how gradients are averaged
     ) -> None:
         self.model, self.comm, self.shard = model, comm, Shard(comm.rank, comm.size)
         self.sync, self.reducer = sync, reducer
-        self.lengths, self.epochs = PhaseLengths(sync_every, warmup, rebound, climb, unit), recipe.epochs
+        self.lengths, self.epochs = PhaseLengths(sync_every, warmup, rebound, climb, joint, unit), recipe.epochs
         self.phases = self.lengths.phases_before_first_epoch(recipe.epochs)
         self.phase: Phase = "warmup"
         self.phase_start = 0  # the first step of this phase
         self.num_epoch_steps = 0  # steps done in this epoch
-        self.factoring = _make_factoring(model, comm, cutoff)
+        self.factoring = make_factoring(model, comm, make_rank_rule("ab", cutoff, energy, min_rank), "ab")
         self.layer_ranks: dict[str, int] = {}  # of the layers that were factored last
         replicate(model, comm)
         self.groups = make_groups(comm, group_size)
@@ -103,6 +111,7 @@ class AB(Strategy):
         self.role = self.groups.role_of(comm.rank)
         self.moments = PhaseMoments(moments)
         self.learner = Learner(model, recipe, optimizer_replaced_by="ab")
+        self.inputs = RecentInputs(model, calibration, self.learner.device)
         self.exchange: GradientExchange = make_exchange(model, reducer, comm)
 
     def begin_epoch(self, num_steps: int | None) -> None:
@@ -114,8 +123,10 @@ class AB(Strategy):
         phase = self.phases.at(step) if self.phases else "warmup"
         if phase != self.phase:
             self._enter_phase(phase)
+        batch = to_device(batch, self.learner.device)  # once, for the step and for what is kept of it
         loss = self.learner.backward(batch, self.exchange)
         self.learner.update(self.phases.lr_warmup(step, self.phase_start) if self.phases else 1.0)
+        self.inputs.keep(batch[0])
         self.num_epoch_steps += 1
         return loss
 
@@ -134,29 +145,26 @@ class AB(Strategy):
         self.phases.say_if_no_sync((self.epochs or 0) * epoch_steps, self.comm.rank)
 
     def _enter_phase(self, phase: Phase) -> None:
-        """Factor W before an ab phase; sync the groups and merge the factors after it."""
-        ended = optimizer_states(self.model, self.learner.optimizer, self.layer_ranks)
-        if phase == "ab":
-            self.layer_ranks = self.factoring.decompose(self.model)
-            if not self.layer_ranks:
-                self._say_once(
-                    f"ab: with cutoff={self.factoring.cutoff} no layer's rank is low enough to make it smaller, so all "
-                    "layers stay full, and groups train all of them separately; try a higher cutoff, more weight decay "
-                    "or a longer run"
-                )
-            states = self.moments.for_factors(ended, self.factoring.factored_layers(self.model))
-        else:
+        """Sync the groups and merge the factors after an ab phase; factor W before an ab phase or the joint one."""
+        states = optimizer_states(self.model, self.learner.optimizer, self.layer_ranks)
+        if self.phase == "ab":
             self._sync_groups(self.model)
             self.factoring.merge(self.model)
-            states = self.moments.for_full_rank(ended)
+            states = self.moments.for_full_rank(states)
+        if phase in FACTORED:
+            self.layer_ranks = self.factoring.decompose(self.model)
+            self.factoring.say_if_none(self.layer_ranks)
+            new_states = self.moments.for_joint if phase == "joint" else self.moments.for_factors
+            states = new_states(states, self.factoring.factored_layers(self.model))
         self.phase, self.phase_start = phase, self.learner.num_steps
         self._begin_phase(states)
 
     def _begin_phase(self, states: Mapping[str, OptimizerState]) -> None:
-        """Train all of W with all ranks or, in an ab phase, this group's factor and the rest inside the group."""
+        """Train everything with all ranks or, in an ab phase, this group's factor and the rest inside the group."""
+        factors = self.role if self.phase == "ab" else "AB"
         for layer in self.factoring.factored_layers(self.model).values():
-            layer.A.requires_grad_("A" in self.role)
-            layer.B.requires_grad_("B" in self.role)
+            layer.A.requires_grad_("A" in factors)
+            layer.B.requires_grad_("B" in factors)
         full_names = {name: full_rank_name(name, self.layer_ranks) for name, _ in self.model.named_parameters()}
         self.learner.new_optimizer({name: states[full] for name, full in full_names.items() if full in states})
         reducer_states = self.exchange.states
@@ -164,19 +172,8 @@ class AB(Strategy):
         self.exchange = make_exchange(self.model, self.reducer, self.group if self.phase == "ab" else self.comm)
         self.exchange.states = carry_over(self.exchange.states, reducer_states)
 
-    @torch.no_grad()
     def _sync_groups(self, model: nn.Module) -> None:
-        """Average over all ranks: parameters that are not factored, and factors by the rule of the option `sync`."""
-        if self.sync == "full":
-            self.factoring.merge(model)  # W ← (1/n)·Σ AᵢBᵢ
-        layers = self.factoring.factored_layers(model).values()
-        if self.sync == "learned":  # Ā = (1/n_A)·Σ Aᵢ over the n_A ranks that trained A, and B̄ likewise
-            for layer in layers:
-                for factor, weight in (("A", layer.A), ("B", layer.B)):
-                    weight.mul_(self.comm.size / self.groups.num_training(factor) if factor in self.role else 0.0)
-        factors = {id(weight) for layer in layers for weight in (layer.A, layer.B)}
-        with self.comm.ledger.purpose("sync", instead_of="train"):
-            coalesced([p for p in model.parameters() if p.requires_grad or id(p) in factors], self.comm.mean)
+        average_groups(model, self.sync, self.factoring, self.groups, self.comm)
 
     # ---- results and states
 
@@ -198,24 +195,30 @@ class AB(Strategy):
 
     def consolidate(self, factored: bool = False) -> nn.Module:
         """The model that a sync now would give; with `factored`, low-rank layers as two thin ones."""
-        if self.phases is None and self.learner.num_steps:
-            self._say_once(
-                f"ab does not know how long an epoch is after {self.learner.num_steps} steps, so it trains at full "
-                "rank; write `for batch in tw.epoch(trainer, batches, comm)`, or give ab(sync_every=…) in steps"
-            )
+        if self.phases is None:
+            say_if_unplanned(self.learner.num_steps, self.comm.rank)
         self.factoring.note_read_layers(self.model)
         whole = usual_copy(self.model)
+        has_statistics = self._has_statistics()
         if self.phase == "ab":
             self._sync_groups(whole)
         average_buffers(whole, self.comm)
         if not factored:
             self.factoring.merge(whole)
-        elif self.phase != "ab" or self.sync == "full":
-            self.factoring.decompose(whole)
+        elif self.phase not in FACTORED or (self.phase == "ab" and self.sync == "full"):
+            has_statistics &= not self.factoring.decompose(whole)
+        if not has_statistics:
+            with self.comm.ledger.purpose("sync", instead_of="train"):
+                calibrate_batchnorm(whole, self.inputs, self.comm, self.learner.recipe.autocast)
         for layer in self.factoring.factored_layers(whole).values():
             layer.A.requires_grad_(True)
             layer.B.requires_grad_(True)
         return to_standard_modules(whole, self.factoring.layers_read_on_any_rank() if factored else ())
+
+    def _has_statistics(self) -> bool:
+        """Whether BatchNorm's running statistics are of the model that ranks have now, together: see `calibration`."""
+        is_new = self.phase_start > 0 and self.learner.num_steps < self.phase_start + STEPS_TO_FORGET
+        return not is_new and (self.phase != "ab" or len(self.groups.ranks) == 1)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -223,6 +226,7 @@ class AB(Strategy):
             "phases": None if self.phases is None else asdict(self.phases), "groups": self.groups.ranks,
             "ranks": self.layer_ranks, "phase": self.phase, "began": self.phase_start,
             "num_epoch_steps": self.num_epoch_steps, "read": sorted(self.factoring.read_layers),
+            "inputs": list(self.inputs),
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -234,22 +238,10 @@ class AB(Strategy):
         device = next(self.model.parameters()).device
         self.moments.previous = {name: copy_state(moments, device) for name, moments in state["kept"].items()}
         self.factoring.read_layers |= set(state["read"])
+        self.inputs.load(state["inputs"])
         self.factoring.merge(self.model)
-        if self.phase == "ab":
+        if self.phase in FACTORED:
             self.factoring.factor(self.model, self.layer_ranks)
         self._begin_phase({})
         self.learner.load_state_dict(state["learner"])
         self.exchange.states = load_states(self.exchange.states, state["reducer"])
-
-    def _say_once(self, text: str) -> None:
-        say(text, self.comm.rank, once=True)
-
-
-def _make_factoring(model: nn.Module, comm: Comm, cutoff: float) -> Factoring:
-    """Unpack attention, so that its projections can be factored; a model that is refused is left as it was."""
-    unpack_attention(model)
-    try:
-        return Factoring(model, comm, cutoff, "ab")
-    except UsageError:
-        to_standard_modules(model)
-        raise

@@ -5,8 +5,9 @@
     slice     the state that the factors had in the last ab phase, cut or padded to their new layer rank
 
 With `rotate` and `slice`, everything else keeps its state, and a full-rank phase begins with the state at the end of
-the last full-rank phase. That state is equal on all ranks, so it costs no bytes. States are kept by the names that
-parameters have at full rank, or, for factors, by their own names.
+the last full-rank phase. That state is equal on all ranks, so it costs no bytes. The joint phase takes everything from
+it too; with `slice` factors begin it with none, because groups have trained different ones. States are kept by the
+names that parameters have at full rank, or, for factors, by their own names.
 """
 
 from __future__ import annotations
@@ -36,7 +37,14 @@ class PhaseMoments:
 
     def for_factors(self, ended: States, layers: Mapping[str, Factored]) -> States:
         """The state for an ab phase in which these layers are factored."""
-        last_ab_phase = self._replace_previous(ended)
+        return self._of_factors(ended, self._replace_previous(ended), layers)
+
+    def for_joint(self, full_rank: States, layers: Mapping[str, Factored]) -> States:
+        """The state for the joint phase. `full_rank` is that of the last full-rank phase, equal on all ranks."""
+        self.previous = {}  # no other phase follows
+        return self._of_factors(full_rank, {}, layers)
+
+    def _of_factors(self, ended: States, last_ab_phase: States, layers: Mapping[str, Factored]) -> States:
         if self.rule == "reset":
             return {}
         states = dict(ended)

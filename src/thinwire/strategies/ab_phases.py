@@ -10,7 +10,7 @@ from pydantic import Field
 from thinwire.common.messages import say
 from thinwire.errors import UsageError
 
-Phase = Literal["warmup", "ab", "rebound"]
+Phase = Literal["warmup", "ab", "rebound", "joint"]
 Length = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 LengthOrZero = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 # The authors' VGG16 on CIFAR-10 ran 150 epochs of 48 steps with S = 759, D = 60, R = 267.
@@ -26,18 +26,23 @@ class Phases:
 
     >>> Phases(warmup=4330, every=759, rebound=60, climb=267).starts(5400)
     [(0, 'warmup'), (4330, 'ab'), (4554, 'rebound'), (4614, 'ab'), (5313, 'rebound'), (5373, 'ab')]
+    >>> Phases(warmup=20, every=10, rebound=1, climb=3, joint_start=35).starts(50)
+    [(0, 'warmup'), (20, 'ab'), (30, 'rebound'), (31, 'ab'), (35, 'joint')]
     """
 
     warmup: int  # Wu: steps at full rank before the first factors
     every: int  # S: groups sync before each step that is a multiple of this
     rebound: int  # D: steps at full rank after a sync
     climb: int  # R: steps of learning-rate warm-up after each change of phase
+    joint_start: int | None = None  # from this step on all ranks train both factors together; None = never
 
     def at(self, step: int) -> Phase:
         """The phase of a step; steps count from 0."""
-        last_sync = step // self.every * self.every
+        if self.joint_start is not None and step >= self.joint_start:
+            return "joint"
         if step < self.warmup:
             return "warmup"
+        last_sync = step // self.every * self.every
         return "rebound" if last_sync > self.warmup and step < last_sync + self.rebound else "ab"
 
     def starts(self, num_steps: int) -> list[tuple[int, Phase]]:
@@ -46,8 +51,10 @@ class Phases:
         return [(i, phase) for i, phase in enumerate(phases) if i == 0 or phase != phases[i - 1]]
 
     def say_if_no_sync(self, num_steps: int, rank: int) -> None:
-        """Tell the user if a run is too short for a sync before its end."""
-        if 0 < num_steps <= (self.warmup // self.every + 1) * self.every:  # the step of the first sync
+        """Tell the user if a run is too short for a sync before its end. A joint phase begins with one."""
+        if (
+            self.joint_start is None and 0 < num_steps <= (self.warmup // self.every + 1) * self.every
+        ):  # the step of the first sync
             say(
                 f"ab: groups sync every {self.every} steps, but the run has {num_steps} steps, so they sync only at "
                 "its end; a shorter sync_every makes them sync during the run",
@@ -60,6 +67,17 @@ class Phases:
         return min(1.0, (step - phase_start) / self.climb) if phase_start and self.climb else 1.0
 
 
+def say_if_unplanned(num_steps: int, rank: int) -> None:
+    """Tell the user if steps were trained before the phases could be planned."""
+    if num_steps:
+        say(
+            f"ab does not know how long an epoch is after {num_steps} steps, so it trains at full rank; write "
+            "`for batch in tw.epoch(trainer, batches, comm)`, or give ab(sync_every=…) in steps",
+            rank,
+            once=True,
+        )
+
+
 class PhaseLengths(NamedTuple):
     """The lengths of phases as a user gives them, in steps or epochs. None = a default that follows from the run."""
 
@@ -67,11 +85,17 @@ class PhaseLengths(NamedTuple):
     warmup: float | None = None
     rebound: float | None = None
     climb: float | None = None
+    joint: float | None = None
     unit: Literal["steps", "epochs"] = "steps"
 
     def phases_before_first_epoch(self, epochs: int | None) -> Phases | None:
         """The phases if all lengths are in steps; None if they depend on the length of an epoch."""
-        if self.unit == "steps" and self.every is not None:
+        if epochs is None and self.joint:
+            raise UsageError(
+                f"ab: joint={self.joint:g} is the length of the last phase, so ab must know how long the run is: "
+                "prepare(…, epochs=90), and tw.epoch(trainer, batches, comm) for each of them; or leave joint out"
+            )
+        if self.unit == "steps" and self.every is not None and not self.joint:
             return self.phases(None, 0)
         if epochs is None:
             raise UsageError(
@@ -84,9 +108,9 @@ class PhaseLengths(NamedTuple):
         """The phases of a run of `epochs` epochs of `epoch_steps` steps.
 
         >>> PhaseLengths().phases(epochs=10, epoch_steps=100)
-        Phases(warmup=210, every=105, rebound=8, climb=37)
-        >>> PhaseLengths(every=2, warmup=3, unit="epochs").phases(epochs=10, epoch_steps=100)
-        Phases(warmup=300, every=200, rebound=16, climb=70)
+        Phases(warmup=210, every=105, rebound=8, climb=37, joint_start=None)
+        >>> PhaseLengths(every=2, warmup=3, joint=4, unit="epochs").phases(epochs=10, epoch_steps=100)
+        Phases(warmup=300, every=200, rebound=16, climb=70, joint_start=600)
         """
         self._check_whole_steps()
 
@@ -99,23 +123,31 @@ class PhaseLengths(NamedTuple):
         warmup = every * WARMUP_SYNCS if self.every else min(every * WARMUP_SYNCS, total / 2)
         rebound = in_steps(self.rebound, every * REBOUND_SHARE, least=1)
         climb = in_steps(self.climb, every * CLIMB_SHARE, least=0)
-        phases = Phases(in_steps(self.warmup, warmup, least=0), every, rebound, climb)
-        if phases.rebound >= phases.every:
+        warmup = in_steps(self.warmup, warmup, least=0)
+        joint = in_steps(self.joint, 0, least=0)
+        if rebound >= every:
             raise UsageError(
-                f"ab: a rebound of {phases.rebound} steps leaves none of the {phases.every} steps between two syncs; "
-                "try a shorter rebound, or a longer sync_every"
+                f"ab: a rebound of {rebound} steps leaves none of the {every} steps between two syncs; try a shorter "
+                "rebound, or a longer sync_every"
             )
-        if total and phases.warmup >= total:
+        run = f"the run of {total} ({epochs} epochs of {epoch_steps})"
+        fifth = _fifth(total, epoch_steps, self.unit)
+        if total and warmup >= total:
             raise UsageError(
-                f"ab: the warm-up of {phases.warmup} steps is not shorter than the run of {total} ({epochs} epochs of "
-                f"{epoch_steps}); try warmup={_fifth(total, epoch_steps, self.unit)}, more epochs, or leave it out"
+                f"ab: the warm-up of {warmup} steps is not shorter than {run}; try warmup={fifth}, more epochs, or "
+                "leave it out"
             )
-        return phases
+        if total and warmup + joint > total:
+            raise UsageError(
+                f"ab: the warm-up of {warmup} steps and the joint phase of {joint} are longer than {run}; try "
+                f"joint={fifth}, more epochs, or leave it out"
+            )
+        return Phases(warmup, every, rebound, climb, total - joint if joint else None)
 
     def _check_whole_steps(self) -> None:
         if self.unit == "epochs":
             return
-        for name, length in zip(("sync_every", "warmup", "rebound", "climb"), self[:4], strict=True):
+        for name, length in zip(("sync_every", "warmup", "rebound", "climb", "joint"), self[:5], strict=True):
             if length is not None and length != round(length):
                 raise UsageError(f"ab: {name}={length} steps; give a whole number, or ab({name}={length}, unit=epochs)")
         if self.every == 1:

@@ -101,15 +101,6 @@ def decompose(weight: Tensor) -> Decomposition:
     return Decomposition(long, sigma, short) if tall is matrix else Decomposition(short.T, sigma, long.T)
 
 
-def layer_rank_above(sigma: Tensor, cutoff: float) -> int:
-    """The number of singular values above `cutoff` times the first, the largest; at least one, if there are any.
-
-    >>> layer_rank_above(torch.tensor([10.0, 5.0, 1.6, 1.5, 0.1]), cutoff=0.15)
-    3
-    """
-    return max(1, int((sigma > cutoff * sigma[0]).sum())) if len(sigma) else 0
-
-
 def saves_parameters(weight: Tensor, layer_rank: int) -> bool:
     """Whether two factors of this layer rank r have fewer elements than the m × n weight: r < mn/(m + n)."""
     m, n = len(weight), weight[0].numel()
