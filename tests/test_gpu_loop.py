@@ -16,7 +16,8 @@ import thinwire as tw
 from tests.test_gpu import on_cpu
 from tests.training import batches, same, seeded, steps, weights
 from tests.worlds import on_threads
-from thinwire import data, registry
+from thinwire import registry
+from thinwire.common import fetching
 from thinwire.config import RunConfig
 from thinwire.run import worker
 from thinwire.run.evaluation import evaluate
@@ -78,7 +79,7 @@ def prepared(
 def test_nothing_in_a_step_waits_for_the_gpu(
     spec: str, optimizer: str, share: float, no_waiting: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data, "GPU_SHARE", share)
+    monkeypatch.setattr(fetching, "GPU_SHARE", share)
     with tw.join(device=GPU) as comm:
         trainer = prepared(comm, spec, optimizer, autocast=True, schedule=lambda step: 0.9**step)
         batches = tw.loader(images(), trainer.shard, batch_size=8, device=GPU)
@@ -129,7 +130,7 @@ def test_nothing_in_a_run_waits_between_checks(
 def test_batches_on_a_gpu_are_those_of_a_cpu(
     dataset: Any, share: float, num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data, "GPU_SHARE", share)
+    monkeypatch.setattr(fetching, "GPU_SHARE", share)
     here = tw.loader(dataset, tw.Shard(1, 2), 8)
     there = tw.loader(dataset, tw.Shard(1, 2), 8, num_workers=num_workers, device="cuda")
     for start in (0, 4):

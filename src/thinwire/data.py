@@ -5,19 +5,18 @@ So a checkpoint needs only the position in the data.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+import math
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from thinwire.common.prefetching import copied_to_gpu
-from thinwire.common.tensors import num_bytes
+from thinwire.common.fetching import fetch, on_device
 from thinwire.errors import UsageError
 
-GPU_SHARE = 0.1  # of a GPU's free memory that a dataset may take
 Batch = tuple[Tensor, Tensor]  # inputs, targets
 
 
@@ -69,7 +68,7 @@ class Loader:
             raise UsageError(f"batch_size={batch_size}; possible: whole numbers, 1 or more")
         self.device = None if device is None else torch.device(device)
         self.dataset = on_device(dataset, self.device)
-        self.shard = self._first_shard = shard  # `shard` is another one after some seams of a sequence
+        self.shard = self._first_shard = shard
         self.ranks = ranks or shard.count
         self.batch_size = batch_size
         self.seed = seed
@@ -83,6 +82,15 @@ class Loader:
                 f"{self.num_samples} samples cannot be shared by {self.ranks} ranks; "
                 f"use at most {self.num_samples} ranks or more data"
             )
+
+    def follow(self, shard: Shard) -> None:
+        """Read another shard of the same batches from now on: that of the next part of a sequence."""
+        if self.batch_size * self.ranks % shard.count:
+            raise UsageError(
+                f"batches of {self.batch_size * self.ranks} samples cannot be split into {shard.count} equal shards, "
+                f"as the next part of the sequence needs; give a batch_size that is a multiple of {shard.count}"
+            )
+        self.shard = shard
 
     def __len__(self) -> int:
         """Batches per epoch."""
@@ -117,7 +125,8 @@ class Loader:
         for what, here in self._identity().items():
             if state.get(what) != here:
                 raise UsageError(
-                    f"the loader's state has {what} {state.get(what)}, this loader has {here}; use the same arguments"
+                    f"the loader's state has {what} {state.get(what)}, this loader has {here}; use the same arguments, "
+                    "and make the loader before the trainer's state is loaded"
                 )
         self.epoch, self.batch, self._has_begun = state["epoch"], state["batch"], False
 
@@ -141,14 +150,14 @@ class Loader:
         generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
         order = torch.randperm(self.num_samples, generator=generator)
         full, tail = self._sizes()
-        sizes = [self.batch_size * self.ranks] * full + [tail * self.ranks] * (tail > 0)
+        sizes = [self.batch_size * self.ranks] * full + [tail] * (tail > 0)
         return [part[self.shard.index :: self.shard.count] for part in order[: sum(sizes)].split(sizes)]
 
     def _sizes(self) -> tuple[int, int]:
-        """The number of full batches in an epoch, and of samples per rank in the last, smaller one."""
+        """The number of full batches in an epoch, and of samples in the last, smaller one."""
         full, rest = divmod(self.num_samples, self.batch_size * self.ranks)
-        tail = rest // self.ranks
-        return full, 0 if tail == 1 and full else tail
+        unit = math.lcm(self.ranks, self.shard.count)  # so that ranks, and shards, get equally many
+        return full, 0 if rest // unit == 1 and full else rest // unit * unit
 
 
 def loader(
@@ -188,51 +197,6 @@ def num_samples(dataset: Any, what: str) -> int:
             "for batch in tw.epoch(trainer, DataLoader(stream, batch_size=32), comm)"
         )
     return len(dataset)
-
-
-def on_device(dataset: Dataset[Any], device: torch.device | None) -> Dataset[Any]:
-    """A TensorDataset on a GPU, if it takes at most GPU_SHARE of the memory that is free there; else as it is."""
-    if device is None or device.type != "cuda" or type(dataset) is not TensorDataset:
-        return dataset
-    free, _ = torch.cuda.mem_get_info(device)
-    if sum(map(num_bytes, dataset.tensors)) > GPU_SHARE * free:
-        return dataset
-    return TensorDataset(*(tensor.to(device) for tensor in dataset.tensors))
-
-
-def fetch(
-    dataset: Dataset[Any],
-    batches: Sequence[Tensor],
-    num_workers: int = 0,
-    seed: int = 0,
-    device: torch.device | None = None,
-) -> Generator[Any, None, None]:
-    """The batches of samples with these indices; from a TensorDataset, whole batches at a time.
-
-    `seed` seeds the worker processes. Without it, torch would draw their seed from the generator of the training. With
-    a GPU as `device`, batches are copied there beside the computing.
-    """
-    if not batches:
-        return
-    is_on_gpu = isinstance(dataset, TensorDataset) and all(tensor.is_cuda for tensor in dataset.tensors)
-    fetched: Iterator[Any]
-    if isinstance(dataset, TensorDataset):
-        chosen = _on_gpu(batches, dataset.tensors[0].device) if is_on_gpu else batches
-        fetched = (dataset[indices] for indices in chosen)
-    else:
-        order = [indices.tolist() for indices in batches]
-        generator = torch.Generator().manual_seed(seed)
-        fetched = iter(DataLoader(dataset, batch_sampler=order, num_workers=num_workers, generator=generator))
-    if device is not None and device.type == "cuda" and not is_on_gpu:
-        fetched = copied_to_gpu(fetched, device, in_background=type(dataset) is TensorDataset or num_workers > 0)
-    yield from fetched
-
-
-def _on_gpu(batches: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
-    """The indices of all batches, copied to a GPU in one piece; the computing does not wait for them."""
-    order = torch.cat(list(batches)).pin_memory().to(device, non_blocking=True)
-    parts: Sequence[Tensor] = order.split([len(indices) for indices in batches])
-    return parts
 
 
 def derive_seed(*numbers: int) -> int:

@@ -85,6 +85,29 @@ def _warmup_factor(done: float, warmup_epochs: float) -> float:
     return min(1.0, done / warmup_epochs) if warmup_epochs else 1.0
 
 
-def has_scheduler(optimizer: Optimizer) -> bool:
-    """Whether one of torch's schedulers was made for an optimizer: it stores the first learning rate there."""
-    return any("initial_lr" in group for group in optimizer.param_groups)
+def learning_rates(optimizer: Optimizer) -> list[float]:
+    """The learning rate of each parameter group."""
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+def refuse_scheduler(optimizer: Optimizer, owner: str) -> None:
+    """Raise UsageError if one of torch's schedulers was made for an optimizer that `owner` will replace.
+
+    A scheduler stores the first learning rate in the optimizer.
+    """
+    if any("initial_lr" in group for group in optimizer.param_groups):
+        raise UsageError(
+            f"{owner}: the optimizer factory makes a learning-rate scheduler, but this strategy makes a new optimizer "
+            "in mid-run, and the scheduler would start again; give prepare a schedule instead, as schedule=lambda "
+            "step: 0.99**step"
+        )
+
+
+def refuse_changed_lr(now: list[float], first: list[float], owner: str) -> None:
+    """Raise UsageError if learning rates differ from those with which an optimizer was made that `owner` replaces."""
+    if now != first:
+        raise UsageError(
+            f"{owner}: the optimizer's learning rate is {now[0]} now, but it was made with {first[0]}; {owner} makes a "
+            "new optimizer, and the change would be lost. Give prepare a schedule instead, as schedule=lambda step: "
+            "0.99**step"
+        )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import thinwire as tw
-from tests.strategies.conftest import PROCESSES_ONLY
 from tests.strategies.test_laws import VARIANTS
-from tests.training import DEEP, MODELS, adamw, batches, epochs, part, same, seeded, sgd, steps, trainer, weights
+from tests.training import DEEP, MODELS, adamw, batches, epochs, same, seeded, sgd, steps, trainer, weights
 from tests.worlds import ProcessWorlds, World, on_threads, worlds
 from thinwire import registry
 from thinwire.comm.base import Comm
@@ -43,7 +44,6 @@ PAIRS = [
     (AB, "local_sgd(every=2)"),
     ("ist(local_steps=2)", "local_sgd(every=2)"),
     ("local_parallel(blocks=1)", AB),
-    ("alone", "data_parallel"),
 ]
 
 
@@ -244,6 +244,9 @@ def test_learning_rates_of_a_part() -> None:
     climbing = made_recipe("run", Seam(60, climb=3))
     assert [climbing(step) for step in (0, 1, 2, 3, 4)] == [60 / 4, 61 / 2, 62 * 3 / 4, 63, 64]
     assert [made_recipe("part", Seam(60), None, None)(step) for step in (0, 7)] == [0, 7]  # its beginning
+    open_run = Recipe(nn.functional.cross_entropy, sgd, lambda step: float(step))
+    first = plan_parts([parse("alone"), parse("alone")], [6], None)[0]
+    assert [recipe_of(first, Seam(), open_run, "part").schedule(step) for step in (0, 7)] == [0, 7]
 
 
 def rates(comm: Comm, spec: str, total: int) -> list[float]:
@@ -269,31 +272,127 @@ def test_one_schedule_for_the_run_or_anew_in_each_part() -> None:
     assert of_parts == [1 - step / 12 for step in (1, 3, 5, 7, 9, 11)] * 2
 
 
+class Branches(nn.Module):
+    """Uses a layer only for some batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.branch, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.last(h + self.branch(h) if x[0, 0] > 0 else h)
+
+
+BRANCHES = seeded(4, Branches)
+
+
+def with_unused_parameters(comm: Comm) -> list[Any]:
+    """Rank 0 uses the branch in all batches, rank 1 only in the first."""
+    spec = spec_of("local_sgd(every=2)", "data_parallel(unused_parameters=True)")
+    strategy = prepared(comm, spec, BRANCHES, optimizer=adamw)
+    for i, (x, y) in enumerate(batches(4 * EPOCH, 8)):
+        x[0, 0] = 1.0 if comm.rank == 0 or i == 0 else -1.0
+        strategy.step((x, y))
+        if (i + 1) % EPOCH == 0:
+            strategy.end_epoch()
+    steps_of = [int(state["step"]) for state in strategy.strategy.learner.optimizer.state.values()]
+    return [steps_of, weights(strategy.model)]
+
+
+def test_counters_of_a_parameter_that_some_rank_did_not_use_are_equal_after_a_seam(world: World) -> None:
+    (steps_of, model), (other_steps, other_model) = world(with_unused_parameters, 2)
+    assert steps_of == other_steps
+    assert same(model, other_model)
+
+
+def test_the_end_of_an_epoch_without_steps_does_not_count() -> None:
+    def parts(comm: Comm) -> list[int]:
+        strategy = prepared(comm, spec_of("data_parallel", "local_sgd", lengths="[2]"))
+        found = []
+        for batch in batches(4, 24):
+            steps(strategy, [batch])
+            found.append(strategy.part.number)
+            strategy.end_epoch()
+            strategy.end_epoch()
+        return found
+
+    assert on_threads(parts, 2) == [[1, 1, 2, 2]] * 2
+
+
+def test_a_loop_that_never_ends_an_epoch_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    def train(comm: Comm) -> None:
+        strategy = prepared(comm, spec_of("data_parallel", "diloco", lengths="[1]"))
+        steps(strategy, batches(7, 24))
+        strategy.consolidate()
+
+    logger = logging.getLogger("thinwire")
+    logger.addHandler(caplog.handler)
+    try:
+        on_threads(train, 2)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "sequence has done 7 steps and is still in its first epoch; call trainer.end_epoch()" in caplog.text
+
+
 # ---- bytes
 
 
-def bytes_by_part(comm: Comm, spec: str) -> dict[int, int]:
-    strategy = prepared(comm, spec)
-    epochs(strategy, batches(4 * EPOCH, 24), EPOCH)
-    sent: dict[int, int] = {}
+Sent = dict[tuple[int, str], int]  # by part and purpose
+
+
+def sent_by_part(comm: Comm) -> Sent:
+    sent: Sent = {}
     for row in comm.ledger.rows():
-        if row["purpose"] == "train" or (row["purpose"] == "sync" and row["part"] == 0):
-            sent[row["part"]] = sent.get(row["part"], 0) + row["wire_bytes"]
+        key = row["part"], row["purpose"]
+        sent[key] = sent.get(key, 0) + row["wire_bytes"]
     return sent
 
 
-def bytes_of_half(comm: Comm, spec: str) -> int:
+def bytes_with_and_without_second_part(comm: Comm, spec: str) -> tuple[Sent, Sent, Sent]:
+    """What was sent at the end of the first part, after the seam, and at the end."""
+    strategy = prepared(comm, spec)
+    data = batches(4 * EPOCH, 24)
+    epochs(strategy, data[: 2 * EPOCH], EPOCH)
+    first = sent_by_part(comm)
+    strategy.begin_epoch(EPOCH)
+    seam = sent_by_part(comm)
+    epochs(strategy, data[2 * EPOCH :], EPOCH, start=2 * EPOCH)
+    return first, seam, sent_by_part(comm)
+
+
+def bytes_of_half(comm: Comm, spec: str) -> dict[str, int]:
     strategy = trainer(comm, spec, epochs=2)
     epochs(strategy, batches(2 * EPOCH, 24), EPOCH)
-    return sum(row["wire_bytes"] for row in comm.ledger.rows() if row["purpose"] == "train")
+    sent: dict[str, int] = {}
+    for row in comm.ledger.rows():
+        sent[row["purpose"]] = sent.get(row["purpose"], 0) + row["wire_bytes"]
+    return sent
 
 
-@pytest.mark.parametrize("pair", [PAIRS[0], PAIRS[1], PAIRS[2], ("ist(local_steps=2)", "local_sgd(every=2)")])
+@pytest.mark.parametrize("pair", [*PAIRS[:4], ("data_parallel", AB), PAIRS[6]])
 def test_bytes_are_the_sum_of_those_of_the_parts(pair: tuple[str, str]) -> None:
-    by_part = on_threads(bytes_by_part, 3, spec_of(*pair))
+    """Each part sends what it would send alone, for training and for syncs; the seam is apart."""
+    results = on_threads(bytes_with_and_without_second_part, 3, spec_of(*pair))
     halves = [on_threads(bytes_of_half, 3, one) for one in pair]
-    for rank, sent in enumerate(by_part):
-        assert sent == {1: halves[0][rank], 2: halves[1][rank]}
+    for rank, (first, seam, end) in enumerate(results):
+        assert first == {(1, purpose): count for purpose, count in halves[0][rank].items()}
+        assert {key: end[key] for key in first} == first, "the first part sends nothing after the seam"
+        assert {purpose for (number, purpose), _ in seam.items() if number == 2} <= {"sync", "start"}
+        for purpose in ("train", "sync"):
+            key = (2, purpose)
+            assert end.get(key, 0) - seam.get(key, 0) == halves[1][rank].get(purpose, 0), purpose
+
+
+def test_a_trainer_that_is_prepared_later_has_no_part() -> None:
+    def parts(comm: Comm) -> set[int]:
+        epochs(prepared(comm, spec_of("data_parallel", "local_sgd")), batches(3 * EPOCH, 24), EPOCH)
+        before = {key[0] for key in sent_by_part(comm)}
+        comm.ledger.totals.clear()
+        epochs(trainer(comm, "data_parallel"), batches(2, 24), EPOCH)
+        return before | {10 + key[0] for key in sent_by_part(comm)}
+
+    assert on_threads(parts, 2) == [{1, 2, 10}] * 2
 
 
 def bytes_of_seam(comm: Comm, pair: list[str]) -> dict[str, int]:
@@ -357,6 +456,47 @@ def test_resume_is_exact_in_each_part_and_at_the_seam(
             assert same(straight, one), f"after {stop} steps"
 
 
+def stop_in_a_loop(comm: Comm, spec: str) -> list[dict[str, Tensor]]:
+    """Loops over tw.epoch that go on after each batch that was saved."""
+    data = torch.utils.data.TensorDataset(*batches(1, 50)[0])
+    saved: list[Any] = []
+
+    def train(state: Any = None) -> dict[str, Tensor]:
+        strategy = prepared(comm, spec, MODELS[0 if state is None else 3], schedule=factors)
+        loader = tw.loader(data, strategy.shard, batch_size=8)
+        if state is not None:
+            strategy.load_state_dict(state[0])
+            loader.load_state_dict(state[1])
+        for _ in range(loader.epoch, 4):
+            for batch in tw.epoch(strategy, loader, comm):
+                if state is None:
+                    saved.append((copy.deepcopy(strategy.state_dict()), loader.state_dict()))
+                    saved[-1][1]["batch"] -= 1  # this batch is not trained yet
+                strategy.step(batch)
+        return weights(strategy.consolidate())
+
+    straight = train()
+    return [straight, *(train(state) for state in saved[1::3])]
+
+
+SHARDS = [
+    ("data_parallel", "local_parallel(blocks=2)"),
+    ("local_parallel(blocks=2)", "data_parallel"),
+    ("local_sgd(every=2)", "ist(local_steps=2)"),
+    ("alone", "local_sgd(every=2)"),
+]
+
+
+@worlds(threads=[2], processes=[2])
+@pytest.mark.parametrize("pair", SHARDS)
+def test_resume_is_exact_in_a_loop_whose_parts_read_other_shards(
+    world: World, pair: tuple[str, str], ranks: int
+) -> None:
+    for straight, *resumed in world(stop_in_a_loop, ranks, spec_of(*pair)):
+        assert len(resumed) >= 3
+        assert all(same(straight, one) for one in resumed)
+
+
 def three_parts(comm: Comm, stops: list[int]) -> list[dict[str, Tensor]]:
     spec = f"sequence([{AB}, data_parallel, local_sgd(every=2)], [2, 1, 1])"
     return stop_at_each_step(comm, spec, stops)
@@ -385,12 +525,30 @@ def test_a_trainer_can_go_back_to_a_state_of_an_earlier_part() -> None:
     assert all(on_threads(back_to_an_earlier_state, 2))
 
 
-def test_a_state_of_other_parts_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("spec", "options", "message"),
+    [
+        (spec_of("data_parallel", "diloco"), {}, "of a sequence of data_parallel, local_sgd; use the same parts"),
+        (spec_of("data_parallel", "local_sgd", climb=1), {}, r"of \(schedule, hand_over, climb, epochs\) .*0.5"),
+        (spec_of("data_parallel", "local_sgd", lengths="[3, 1]"), {}, r"\[2.0, 2.0\]\], not"),
+        (spec_of("data_parallel", "local_sgd"), {"optimizer": adamw}, "learning rate is 0.1 now, but it was made with"),
+    ],
+)
+def test_a_state_of_another_sequence_is_refused(spec: str, options: dict[str, Any], message: str) -> None:
     def load(comm: Comm) -> None:
         state = prepared(comm, spec_of("data_parallel", "local_sgd")).state_dict()
-        prepared(comm, spec_of("data_parallel", "diloco")).load_state_dict(state)
+        prepared(comm, spec, **options).load_state_dict(state)
 
-    with pytest.raises(RunError, match="of a sequence of data_parallel, local_sgd; use the same parts"):
+    with pytest.raises((RunError, UsageError), match=message):
+        on_threads(load, 1)
+
+
+def test_fewer_epochs_than_the_last_part_needs_are_refused() -> None:
+    def load(comm: Comm) -> None:
+        state = trainer(comm, "sequence([data_parallel, local_sgd])", epochs=10).state_dict()
+        trainer(comm, "sequence([data_parallel, local_sgd])", epochs=4).load_state_dict(state)
+
+    with pytest.raises(UsageError, match="4 epochs, but in the saved run the last part begins after 5"):
         on_threads(load, 1)
 
 
@@ -478,19 +636,51 @@ def test_a_loader_follows_a_part_that_reads_another_shard(world: World) -> None:
     assert (first[2], second[2]) == (False, True)
 
 
-def test_batches_of_another_shard_are_refused_where_nothing_can_follow() -> None:
+@pytest.mark.parametrize("loop", ["steps", "begin_epoch", "tw.epoch", "again"])
+def test_batches_of_another_shard_are_refused_where_nothing_can_follow(loop: str) -> None:
     def train(comm: Comm) -> None:
         strategy = trainer(comm, "sequence([data_parallel, local_parallel(blocks=2)], [1])")
-        epochs(strategy, batches(2, 24), 1)
+        epochs(strategy, batches(1, 24), 1)
+        if loop == "begin_epoch":
+            strategy.begin_epoch(1)
+        if loop == "again":
+            with pytest.raises(UsageError):
+                strategy.step(batches(1)[0])
+        for batch in tw.epoch(strategy, batches(1), comm) if loop == "tw.epoch" else batches(1):
+            strategy.step(batch)
 
     with pytest.raises(UsageError, match=r"part 2, local_parallel\(blocks=2\), reads shard .* loop over tw.epoch"):
         on_threads(train, 2)
 
 
+@pytest.mark.parametrize(("num_samples", "sizes"), [(26, [8, 8, 8, 2, 4, 4, 4]), (27, [8, 8, 8, 3, 4, 4, 4])])
+def test_more_shards_after_a_seam_get_equally_many_samples(num_samples: int, sizes: list[int]) -> None:
+    """One replica of two blocks reads batches of 8; then two ranks read 4 each, and none a tail of one sample."""
+
+    def train(comm: Comm) -> list[int]:
+        data = torch.utils.data.TensorDataset(*batches(1, num_samples)[0])
+        strategy = trainer(comm, "sequence([local_parallel(blocks=2), data_parallel])", epochs=2)
+        loader = tw.loader(data, strategy.shard, batch_size=8)
+        found = []
+        for _ in range(2):
+            for batch in tw.epoch(strategy, loader, comm):
+                strategy.step(batch)
+                found.append(len(batch[0]))
+        return found
+
+    assert on_threads(train, 2) == [sizes] * 2
+
+
+def test_batches_that_cannot_be_shared_by_the_next_part_are_refused() -> None:
+    loader = tw.loader(torch.utils.data.TensorDataset(torch.ones(21, 1)), tw.Shard(0, 1), batch_size=7)
+    with pytest.raises(UsageError, match=r"batches of 7 samples cannot be split into 2 equal shards.*multiple of 2"):
+        loader.follow(tw.Shard(0, 2))
+
+
 # ---- plans
 
 
-@given(st.lists(st.floats(0.01, 1), min_size=1, max_size=5), st.integers(1, 60))
+@given(st.lists(st.floats(0.01, 1), min_size=2, max_size=5), st.integers(1, 60))
 def test_parts_cover_the_run_without_gaps(weights: list[float], total: int) -> None:
     shares = [weight / sum(weights) for weight in weights]
     names = [parse("alone")] * len(shares)
@@ -520,7 +710,14 @@ def test_parts_cover_the_run_without_gaps(weights: list[float], total: int) -> N
         ("sequence([data_parallel, local_sgd], [0.9, 0.1])", 4, "part 2, local_sgd, has less than one of 4 epochs"),
         ("sequence([data_parallel, local_sgd], [1, 1, 2])", 4, "for 2 parts; give a number for each part"),
         ("sequence([data_parallel, local_sgd, diloco])", 2, "3 parts in a run of 2 epochs"),
-        ("sequence([data_parallel, local_sgd])", None, "are shares of the run, so it must know how long the run is"),
+        ("sequence([data_parallel, local_sgd])", None, "equal share it must know how long the run is"),
+        (
+            "sequence([data_parallel, local_sgd], [0.5])",
+            None,
+            "are shares of the run, so it must know how long the run",
+        ),
+        ("sequence([data_parallel, local_sgd], [2, 2], climb=3)", 4, "climb=3 epochs, but part 2, local_sgd, has 2"),
+        ("sequence([data_parallel], [1])", 4, "are 1 epochs, but the run has 4"),
         ("sequence([])", 4, r"parts=\[\]; give a list of strategies"),
         ("sequence", 4, r"parts is missing; give a list of strategies, as sequence\(\[data_parallel, local_sgd\]\)"),
         ("sequence(data_parallel)", 4, r"not a list of strategies; write it in brackets, as \[data_parallel\]"),
@@ -564,7 +761,7 @@ def test_what_a_new_optimizer_would_lose_is_refused() -> None:
         torch.optim.lr_scheduler.StepLR(made, 1)
         return made
 
-    with pytest.raises(UsageError, match="makes a learning-rate scheduler, but each part has a new optimizer"):
+    with pytest.raises(UsageError, match="makes a learning-rate scheduler, but this strategy makes a new optimizer"):
         on_threads(lambda comm: prepared(comm, spec_of("data_parallel", "local_sgd"), optimizer=with_scheduler), 1)
 
     def changed(comm: Comm) -> None:
@@ -585,7 +782,7 @@ def test_one_part_may_have_a_scheduler_as_its_strategy_may() -> None:
         made.append(torch.optim.lr_scheduler.StepLR(optimizer, 1))
         return optimizer
 
-    on_threads(lambda comm: prepared(comm, "sequence([data_parallel])", optimizer=with_scheduler), 1)
+    on_threads(lambda comm: trainer(comm, "sequence([data_parallel])", optimizer=with_scheduler, epochs=None), 1)
     assert len(made) == 1
 
 
@@ -683,12 +880,41 @@ def test_low_rank_layers_are_found_given_and_merged() -> None:
     assert full[4].bias is bias
 
 
-def test_every_registered_strategy_can_be_a_part_and_says_whether_it_keeps_the_model() -> None:
-    for name in registry.TABLE["strategies"]:
-        kind = registry.load("strategies", name)
-        assert kind.makes_small_model <= (not kind.keeps_model), "what makes a small model replaces layers"
-    assert PROCESSES_ONLY == ("pipeline",)
-    assert part(batches(1)[0], tw.Shard(0, 2))[0].shape == (4, 6)
+def through_three_parts(comm: Comm, name: str) -> bool:
+    """A strategy as the second part, and another one before and behind it, in a loop that follows their shards."""
+    options = {"daso": "(warmup_epochs=0, cooldown_epochs=0)", "ab": "(sync_every=3, warmup=1, cutoff=0.7)"}
+    spec = f"sequence([local_sgd(every=2), {name}{options.get(name, '')}, data_parallel], [1, 2, 1])"
+    strategy = prepared(comm, spec)
+    loader = tw.loader(torch.utils.data.TensorDataset(*batches(1, 48)[0]), strategy.shard, batch_size=8)
+    for _ in range(4):
+        for batch in tw.epoch(strategy, loader, comm):
+            strategy.step(batch)
+    models = comm.all_gather(torch.cat([p.detach().flatten() for p in strategy.consolidate().parameters()]))
+    return all(torch.equal(model, models[0]) for model in models)
+
+
+@pytest.mark.parametrize("name", [name for name in registry.TABLE["strategies"] if name != "sequence"])
+def test_every_strategy_can_begin_and_end_in_mid_run(process_world: ProcessWorlds, name: str) -> None:
+    assert process_world.run(through_three_parts, 2, name) == [True, True]
+
+
+def memory_after_seams(comm: Comm, name: str) -> list[bool]:
+    """Whether the first model is still in memory in the last part."""
+    strategy = prepared(comm, f"sequence([{name}, data_parallel], [1])")
+    loader = tw.loader(torch.utils.data.TensorDataset(*batches(1, 48)[0]), strategy.shard, batch_size=8)
+    held = []
+    for _ in range(2):
+        for batch in tw.epoch(strategy, loader, comm):
+            strategy.step(batch)
+        held.append(weakref.ref(strategy.strategy))
+    return [one() is not None for one in held]
+
+
+@pytest.mark.parametrize(
+    "name", ["data_parallel", "local_sgd", "diloco(fragments=2)", AB, "ist", "local_parallel", "pipeline"]
+)
+def test_a_part_that_ended_is_not_kept_in_memory(process_world: ProcessWorlds, name: str) -> None:
+    assert process_world.run(memory_after_seams, 2, name) == [[False, True]] * 2
 
 
 def test_tied_weights_stay_tied_where_a_later_part_is_tried_out() -> None:

@@ -112,10 +112,9 @@ class ProcessComm(Comm):
         return list(self._subgroups)
 
     def close_subgroups(self, groups: Sequence[Comm] | None = None) -> None:
-        closed = self._subgroups if groups is None else [group for group in self._subgroups if group in groups]
-        self._subgroups = [group for group in self._subgroups if group not in closed]
-        while closed:
-            closed.pop().close()
+        for group in reversed([one for one in self._subgroups if groups is None or one in groups]):
+            self._subgroups.remove(group)
+            group.close()
 
     def in_background(self, work: Callable[[], T], device: torch.device) -> BackgroundWork[T]:
         assert self.group  # raises if it was closed

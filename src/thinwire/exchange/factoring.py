@@ -17,9 +17,8 @@ from thinwire.surgery.attention import unpack_attention
 from thinwire.surgery.lowrank import (
     Decomposition,
     Factored,
-    Layer,
     decompose,
-    factor,
+    factor_layers,
     factorable_layers,
     merge,
     saves_parameters,
@@ -50,13 +49,6 @@ class Factoring:
         layers = {name: model.get_submodule(name) for name in self.layers}
         return {name: layer for name, layer in layers.items() if isinstance(layer, Factored)}
 
-    def factor(self, model: nn.Module, layer_ranks: Mapping[str, int]) -> None:
-        """Replace some layers by two thin ones of this layer rank, whose weights are yet to be filled in."""
-        for name, layer_rank in layer_ranks.items():
-            layer = model.get_submodule(name)
-            assert isinstance(layer, Layer)
-            model.set_submodule(name, factor(layer, layer_rank))
-
     def merge(self, model: nn.Module) -> None:
         """Full layers again: W ← A·B."""
         self.note_read_layers(model)
@@ -85,7 +77,7 @@ class Factoring:
         owner = self._owners(weights)
         splits = {name: _split(w) for name, w in weights.items() if owner[name] == self.comm.rank}
         layer_ranks = self._agree_on_layer_ranks(weights, splits)
-        self.factor(model, layer_ranks)
+        factor_layers(model, layer_ranks)
         for root in range(self.comm.size):
             layers = {name: layer for name, layer in self.factored_layers(model).items() if owner[name] == root}
             for name in layers.keys() & splits.keys():

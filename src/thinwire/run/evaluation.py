@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from thinwire.comm.base import Comm
-from thinwire.data import fetch
+from thinwire.common.fetching import fetch
 from thinwire.surgery.memory_format import compute_in_any_order, use_channels_last
 from thinwire.tasks.base import Task
 

@@ -16,9 +16,10 @@ from thinwire import registry
 from thinwire.comm.base import Comm
 from thinwire.comm.join import join
 from thinwire.comm.world import find_world
+from thinwire.common.fetching import on_device
 from thinwire.common.messages import print_line
 from thinwire.config import MAY_CHANGE, RunConfig
-from thinwire.data import Loader, derive_seed, on_device
+from thinwire.data import Loader, derive_seed
 from thinwire.errors import PeerLost
 from thinwire.run.checkpoint import Checkpoints
 from thinwire.run.meters import Meters
@@ -145,7 +146,7 @@ class Run:
             return (self.at.samples - samples) / (self.at.train_seconds - seconds)
 
         self.strategy.begin_epoch(len(self.loader))
-        self.loader.shard = self.strategy.shard  # a new part of a sequence may read another one
+        self.strategy.set_shard(self.loader)
         with closing(self.loader.batches(self.at.epoch, start=self.at.batch)) as batches:
             for i, (inputs, targets) in enumerate(batches):
                 if self.at.epoch in self.strategy.timeline_epochs:

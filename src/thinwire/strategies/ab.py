@@ -18,7 +18,6 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 
 from thinwire.comm.base import Comm
-from thinwire.common.messages import say
 from thinwire.data import Batch, Shard, to_device
 from thinwire.errors import RunError
 from thinwire.exchange.calibration import RecentInputs, calibrate_batchnorm
@@ -36,6 +35,7 @@ from thinwire.strategies.learner import Learner, Recipe
 from thinwire.strategies.replicas import average_buffers, replicate
 from thinwire.strategies.series import Series
 from thinwire.surgery.low_rank_model import find_low_rank_layers
+from thinwire.surgery.lowrank import factor_layers
 from thinwire.surgery.memory_format import usual_copy
 from thinwire.surgery.moments import OptimizerState, copy_state
 from thinwire.surgery.rank_rule import make_rank_rule
@@ -241,7 +241,7 @@ class AB(Strategy):
         self.inputs.load(state["inputs"])
         self.factoring.merge(self.model)
         if self.phase in FACTORED:
-            self.factoring.factor(self.model, self.layer_ranks)
+            factor_layers(self.model, self.layer_ranks)
         self._begin_phase({})
         self.learner.load_state_dict(state["learner"])
         self.exchange.states = load_states(self.exchange.states, state["reducer"])

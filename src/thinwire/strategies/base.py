@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
-from thinwire.data import Batch, Shard
+from thinwire.data import Batch, Loader, Shard
 from thinwire.errors import UsageError
 from thinwire.strategies.series import Series
 from thinwire.surgery.low_rank_model import LowRankLayers
@@ -64,6 +64,11 @@ class Strategy(ABC):
 
     def begin_epoch(self, num_steps: int | None) -> None:  # noqa: B027
         """Called before each epoch; `num_steps` is its number of steps, None if that is unknown."""
+
+    def set_shard(self, loader: Loader) -> None:
+        """Let a loader read this strategy's shard; called after begin_epoch(), because a sequence may change it."""
+        if loader.shard != self.shard:
+            loader.follow(self.shard)
 
     @abstractmethod
     def step(self, batch: Batch) -> Tensor:

@@ -73,7 +73,7 @@ def _equally_many(
     least, most = min(numbers), max(numbers)
     trainer.begin_epoch(num_done + (most if trainer.allows_uneven else least) if least >= 0 else None)
     if isinstance(batches, Loader):
-        batches.shard = trainer.shard  # a new part of a sequence may read another one
+        trainer.set_shard(batches)
     if trainer.allows_uneven and least >= 0:
         num_given = 0
         for num_given, batch in enumerate(itertools.islice(iterator, num_left), 1):  # noqa: B007

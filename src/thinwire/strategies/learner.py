@@ -17,7 +17,7 @@ from thinwire.data import Batch, to_device
 from thinwire.errors import UsageError
 from thinwire.exchange.buckets import missing_gradient_error
 from thinwire.exchange.gradients import GradientExchange
-from thinwire.optim import OptimizerFactory, has_scheduler
+from thinwire.optim import OptimizerFactory, learning_rates, refuse_changed_lr, refuse_scheduler
 from thinwire.strategies.clipping import are_alike, clip_gradients, gradient_norm
 from thinwire.strategies.finite import FiniteCheck
 from thinwire.surgery import memory_format
@@ -79,7 +79,7 @@ class Learner:
         self._refuse_lost_lr()
         self.device = next(iter(self._parameters.values())).device
         self.optimizer = self.recipe.optimizer(list(trainable.values()))
-        self.initial_lrs = [group["lr"] for group in self.optimizer.param_groups]
+        self.initial_lrs = learning_rates(self.optimizer)
         own = {id(p) for p in self._parameters.values()}
         if any(id(p) not in own for group in self.optimizer.param_groups for p in group["params"]):
             raise UsageError(
@@ -87,12 +87,8 @@ class Learner:
                 "average those; use its argument: lambda parameters: torch.optim.SGD(parameters, 0.1). If the loss "
                 "has parameters, make them part of the model"
             )
-        if self.optimizer_replaced_by and has_scheduler(self.optimizer):
-            raise UsageError(
-                f"{self.optimizer_replaced_by}: the optimizer factory makes a learning-rate scheduler, but this "
-                "strategy makes a new optimizer in mid-run, and the scheduler would start again; give prepare a "
-                "schedule instead, as schedule=lambda step: 0.99**step"
-            )
+        if self.optimizer_replaced_by:
+            refuse_scheduler(self.optimizer, self.optimizer_replaced_by)
         for name, state in (states or {}).items():
             if state and name in trainable:
                 self.optimizer.state[trainable[name]] = state
@@ -100,14 +96,8 @@ class Learner:
 
     def _refuse_lost_lr(self) -> None:
         """Raise UsageError if the learning rate was changed in an optimizer that is now to be replaced."""
-        now = [group["lr"] for group in self.optimizer.param_groups] if self.initial_lrs else []
-        if self.optimizer_replaced_by and now != self.initial_lrs:
-            strategy = self.optimizer_replaced_by
-            raise UsageError(
-                f"{strategy}: the optimizer's learning rate is {now[0]} now, but it was made with "
-                f"{self.initial_lrs[0]}; {strategy} makes a new optimizer, and the change would be lost. Give prepare "
-                "a schedule instead, as schedule=lambda step: 0.99**step"
-            )
+        if self.optimizer_replaced_by and self.initial_lrs:
+            refuse_changed_lr(learning_rates(self.optimizer), self.initial_lrs, self.optimizer_replaced_by)
 
     def release_model(self) -> None:
         """Free the memory of model and optimizer state. Set another model and call `new_optimizer` to train again."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from thinwire.comm.dry import DryComm
 from thinwire.common.dtypes import refuse_unfit
 from thinwire.common.messages import quiet, say
 from thinwire.common.tensors import named_tensors
-from thinwire.errors import UsageError
+from thinwire.errors import ThinwireError, UsageError
 from thinwire.optim import OptimizerFactory
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.learner import Loss, Recipe
@@ -60,17 +59,24 @@ def prepare(
     refuse_unfit(model, "prepare")
     checked = _with_checked_result(loss)
     recipe = Recipe(checked, optimizer, schedule, clip_norm, accumulate, autocast, epochs, compile)
+    comm.ledger.part = 0  # a sequence that was prepared before may have left its own
     return make_strategy(spec, model, recipe, comm)
 
 
 def rehearse(spec: str, model: nn.Module, recipe: Recipe, comm: Comm, num_steps: int | None) -> None:
     """Raise the UsageError that making a strategy later, and its first epoch of so many steps, would raise.
 
-    The strategy is made for a copy of the model with zeros, on the CPU, and with a comm that sends nothing.
+    The strategy is made for a copy of the model with zeros, on the CPU, and with a comm that sends nothing. Errors of
+    others, as of an optimizer that needs a GPU, say nothing about the run.
     """
     tried = with_tensors(model, {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in named_tensors(model).items()})
     with quiet():
-        make_strategy(spec, tried, replace(recipe, compile=False), DryComm(comm)).begin_epoch(num_steps)
+        try:
+            registry.build("strategies", spec, tried, recipe, DryComm(comm)).begin_epoch(num_steps)
+        except ThinwireError:
+            raise
+        except Exception:
+            return
 
 
 def make_strategy(spec: str, model: nn.Module, recipe: Recipe, comm: Comm) -> Strategy:

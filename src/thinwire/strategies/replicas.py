@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -49,18 +49,30 @@ def average_buffers(model: nn.Module, comm: Comm) -> None:
 
 @torch.no_grad()
 def averaged_state(model: nn.Module, optimizer: torch.optim.Optimizer, comm: Comm) -> dict[str, OptimizerState]:
-    """A copy of the optimizer's state by name of the parameter, with the mean of each moment over ranks.
+    """A copy of the optimizer's state by name of the parameter, equal on all ranks: the mean of each moment.
 
-    Counters are those of this rank. A parameter that has no state on some rank, because it got no gradient there, is
-    left out. Collective.
+    Counters, and what else cannot be averaged, are rank 0's. A parameter that has no state on some rank, because it
+    got no gradient there, is left out. Collective.
     """
     states, names = states_by_name(model, optimizer), [name for name, _ in model.named_parameters()]
     with comm.ledger.purpose("sync", instead_of="train"):
         everywhere = comm.min(torch.tensor([name in states for name in names], dtype=torch.uint8)).tolist()
         found = {name: states[name] for name, has in zip(names, everywhere, strict=True) if has}
-        moments = [m for state in found.values() for m in state.values() if isinstance(m, Tensor) and m.dim()]
-        coalesced([m for m in moments if is_averaged(m)], comm.mean)
+        tensors = [value for state in found.values() for value in state.values() if isinstance(value, Tensor)]
+        moments = [t for t in tensors if t.dim() and is_averaged(t)]
+        coalesced(moments, comm.mean)
+        coalesced([t for t in tensors if not any(t is m for m in moments)], comm.broadcast)
+        _broadcast_numbers(found, comm)
     return found
+
+
+def _broadcast_numbers(states: Mapping[str, OptimizerState], comm: Comm) -> None:
+    """Give optimizer states the numbers of rank 0, as counters that are no tensors. In place; collective."""
+    places = [(state, key) for state in states.values() for key, value in state.items() if type(value) in (int, float)]
+    if places:
+        numbers = comm.broadcast(torch.tensor([state[key] for state, key in places], dtype=torch.float64))
+        for (state, key), number in zip(places, numbers.tolist(), strict=True):
+            state[key] = type(state[key])(number)
 
 
 def averaged_copy(model: nn.Module, comm: Comm, differing: Sequence[str] = ()) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,16 +13,16 @@ from torch import Tensor, nn
 
 from thinwire import registry
 from thinwire.comm.base import Comm
-from thinwire.common.messages import quiet
+from thinwire.common.messages import quiet, say
 from thinwire.common.tensors import named_tensors
-from thinwire.data import Batch
+from thinwire.data import Batch, Loader
 from thinwire.errors import RunError, UsageError
 from thinwire.spec import Spec
 from thinwire.strategies.base import Artifact, Strategy, factored_artifact
 from thinwire.strategies.learner import Recipe
 from thinwire.strategies.prepare import make_strategy, rehearse
-from thinwire.strategies.sequence_parts import Part, plan_parts, refuse_order, with_starts
-from thinwire.strategies.sequence_recipes import OnlyOptimizers, Schedule, Seam, recipe_of
+from thinwire.strategies.sequence_parts import Part, plan_parts, refuse_long_climb, refuse_order, with_starts
+from thinwire.strategies.sequence_recipes import OptimizerWatch, Schedule, Seam, recipe_of
 from thinwire.surgery.low_rank_model import LowRankLayers, give_low_rank_layers, merge_low_rank_layers
 from thinwire.surgery.meta import with_tensors
 from thinwire.surgery.moments import OptimizerState
@@ -31,10 +32,10 @@ class Sequence(Strategy):
     """Train with one strategy after the other, each for some of the epochs.
 
     At a seam the next part begins with the model that the last one consolidated, on every rank: x⁽ᵏ⁺¹⁾ ← x̄⁽ᵏ⁾. After
-    `ab`, that is its small model of low-rank layers. The optimizer's state is carried over (its mean over ranks) if
-    both parts train the same parameters. Otherwise it begins anew, and the learning rate climbs to its schedule. Wire
-    bytes: the sum of those of the parts; and at each seam what `consolidate` sends, a broadcast of the model and, if
-    ranks have momenta of their own, an all-reduce of these.
+    `ab`, that is its small model of low-rank layers. Between data_parallel, local_sgd, diloco and daso the optimizer's
+    state is carried over, as its mean over ranks. Otherwise it begins anew, and the learning rate climbs to its
+    schedule. Wire bytes: the sum of those of the parts; and at each seam what `consolidate` sends, a broadcast of the
+    model (for `ist`, of its shards) and, if ranks have momenta of their own, an all-reduce of these.
 
     Post-local SGD is sequence([data_parallel, local_sgd]): Lin et al., "Don't Use Large Mini-Batches, Use Local SGD",
     ICLR 2020.
@@ -56,20 +57,23 @@ class Sequence(Strategy):
         climb: NonNegativeFloat = 0.5,  # epochs in which the learning rate climbs where the optimizer begins anew
     ) -> None:
         self.comm, self.schedule, self.hand_over, self.climb = comm, schedule, hand_over, climb
+        self.options = [schedule, hand_over, climb, epochs]  # that a saved state must agree with
         self._set_parts(plan_parts(parts, epochs, recipe.epochs))
+        refuse_long_climb(self.parts, climb)
         if hand_over == "small":
             refuse_order(self.parts)
         kinds = [registry.load("strategies", part.strategy.name) for part in self.parts]
         self.allows_uneven = all(kind.allows_uneven for kind in kinds)
         self.checks_targets = any(kind.checks_targets for kind in kinds)
         self.series = {name: one for kind in kinds for name, one in kind.series.items()}  # type: ignore[misc]
-        self.recipe, self.optimizers = recipe, OnlyOptimizers(recipe.optimizer, may_have_scheduler=len(parts) == 1)
+        self.recipe, self.optimizers = recipe, OptimizerWatch(recipe.optimizer, may_have_scheduler=len(parts) == 1)
         self.epoch, self.num_steps = 0, 0  # epochs that ended, and steps
         self.epoch_steps, self.has_ended_epoch = 0, False  # steps of this epoch so far; of the last one if it has ended
         self._rehearse(model, None)
         self.structure = with_tensors(model, {name: t.to("meta") for name, t in named_tensors(model).items()})
         self.groups: list[Comm] = []  # that the present part made
         self._begin_part(self.parts[0], model, Seam(), None)
+        self.known_shard = self.shard  # that the caller reads
 
     def _set_parts(self, parts: list[Part]) -> None:
         self.parts, self.timeline_epochs = parts, [part.start for part in parts]
@@ -89,13 +93,18 @@ class Sequence(Strategy):
         with self._naming(self.part):
             self.strategy.begin_epoch(num_steps)
 
+    def set_shard(self, loader: Loader) -> None:
+        super().set_shard(loader)
+        self.known_shard = self.shard
+
     def step(self, batch: Batch) -> Tensor:
-        shard = self.shard
-        if self._begin_due_part() and self.shard != shard:
+        self._begin_due_part()
+        if self.shard != self.known_shard:
+            before, now = self.known_shard, self.shard
             raise UsageError(
-                f"sequence: {self.part}, reads shard {self.shard.index} of {self.shard.count} of each batch, but the "
-                f"part before it read {shard.index} of {shard.count}; loop over tw.epoch(trainer, batches, comm) with "
-                "a tw.loader, which then reads the other shard"
+                f"sequence: {self.part}, reads shard {now.index} of {now.count} of each batch, but the first part read "
+                f"{before.index} of {before.count}; loop over tw.epoch(trainer, batches, comm) with a tw.loader, which "
+                "then reads the other shard"
             )
         with self._naming(self.part):
             loss = self.strategy.step(batch)
@@ -104,13 +113,15 @@ class Sequence(Strategy):
 
     def skip_step(self) -> None:
         self._begin_due_part()
-        self.strategy.skip_step()
+        with self._naming(self.part):
+            self.strategy.skip_step()
         self._count_step()
 
     def end_epoch(self) -> None:
         with self._naming(self.part):
             self.strategy.end_epoch()
-        self.epoch, self.has_ended_epoch = self.epoch + 1, True
+        if self.epoch_steps and not self.has_ended_epoch:  # else no step was made since the last epoch ended
+            self.epoch, self.has_ended_epoch = self.epoch + 1, True
 
     def _count_step(self) -> None:
         self.epoch_steps = 1 if self.has_ended_epoch else self.epoch_steps + 1
@@ -145,7 +156,8 @@ class Sequence(Strategy):
 
     def _begin_part(self, part: Part, model: nn.Module, seam: Seam, state: dict[str, OptimizerState] | None) -> None:
         """Make the strategy of a part, which trains this model from now on. Collective."""
-        self.__dict__.pop("strategy", None)  # frees its memory before the next one takes some
+        self.__dict__.pop("strategy", None)
+        gc.collect()  # torch's pipelines form cycles: memory is freed before the next strategy takes some
         self.comm.close_subgroups(self.groups)
         groups = self.comm.subgroups
         self.part, self.seam = part, seam
@@ -158,14 +170,14 @@ class Sequence(Strategy):
         self.groups = [group for group in self.comm.subgroups if group not in groups]
         self.shard, self.sees_loss = self.strategy.shard, self.strategy.sees_loss
 
-    def _recipe(self, part: Part, seam: Seam, optimizers: OnlyOptimizers) -> Recipe:
+    def _recipe(self, part: Part, seam: Seam, optimizers: OptimizerWatch) -> Recipe:
         return replace(recipe_of(part, seam, self.recipe, self.schedule), optimizer=optimizers)
 
     def _rehearse(self, model: nn.Module, num_steps: int | None) -> None:
         """Find out before the first step whether each later part can begin."""
         for part in self.parts[1:]:
             with self._naming(part):
-                recipe = self._recipe(part, Seam(), OnlyOptimizers(self.recipe.optimizer))
+                recipe = self._recipe(part, Seam(), OptimizerWatch(self.recipe.optimizer))
                 rehearse(str(part.strategy), model, recipe, self.comm, num_steps)
 
     @contextmanager
@@ -186,6 +198,13 @@ class Sequence(Strategy):
 
     def consolidate(self) -> nn.Module:
         """The whole model, with full layers. Collective."""
+        if self.num_steps and not self.epoch and len(self.parts) > 1:
+            say(
+                f"sequence has done {self.num_steps} steps and is still in its first epoch; call trainer.end_epoch() "
+                "after each epoch, or loop over tw.epoch",
+                self.comm.rank,
+                once=True,
+            )
         return merge_low_rank_layers(self.strategy.consolidate(), self.seam.layers)
 
     def eval_model(self) -> nn.Module:
@@ -201,6 +220,7 @@ class Sequence(Strategy):
     def state_dict(self) -> dict[str, Any]:
         return {
             "parts": [[str(part.strategy), part.start] for part in self.parts], "part": self.part.number,
+            "options": self.options,
             "counts": [self.epoch, self.num_steps, self.epoch_steps, self.has_ended_epoch],
             "seam": [self.seam.steps_before, self.seam.climb, *self.seam.layers],
             "strategy": self.strategy.state_dict(),
@@ -211,6 +231,10 @@ class Sequence(Strategy):
         saved = [strategy for strategy, _ in state["parts"]]
         if saved != [str(part.strategy) for part in self.parts]:
             raise RunError(f"the saved state is of a sequence of {', '.join(saved)}; use the same parts")
+        if state["options"] != self.options:
+            raise RunError(
+                f"the saved state is of (schedule, hand_over, climb, epochs) {state['options']}, not {self.options}"
+            )
         self._set_parts(with_starts(self.parts, [start for _, start in state["parts"]], self.recipe.epochs))
         steps_before, climb, *layers = state["seam"]
         seam = Seam(steps_before, climb, LowRankLayers(*layers))
@@ -218,4 +242,5 @@ class Sequence(Strategy):
             model = give_low_rank_layers(self.consolidate(), seam.layers)
             self._begin_part(self.parts[state["part"] - 1], model, seam, None)
         self.strategy.load_state_dict(state["strategy"])
+        self.optimizers.refuse_changed_lr()
         self.epoch, self.num_steps, self.epoch_steps, self.has_ended_epoch = state["counts"]

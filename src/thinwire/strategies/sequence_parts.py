@@ -43,18 +43,21 @@ def plan_parts(strategies: Sequence[Spec], lengths: Sequence[float] | None, epoc
             f"sequence: {len(strategies)} parts in a run of {epochs} epochs, but each part has at least one; give more "
             "epochs or fewer parts"
         )
-    lengths = [1 / len(strategies)] * len(strategies) if lengths is None else list(lengths)
+    if lengths is None:
+        if epochs is None and len(strategies) > 1:
+            raise UsageError(
+                "sequence: to give each part an equal share it must know how long the run is: prepare(…, epochs=90); "
+                "or give epochs=[…], whole numbers for all parts but the last"
+            )
+        lengths = [1 / len(strategies)] * (len(strategies) - 1)
     if len(lengths) not in (len(strategies), len(strategies) - 1):
         raise UsageError(
             f"sequence: epochs={_shown(lengths)} for {len(strategies)} parts; give a number for each part, or for each "
             "but the last, which then gets the rest"
         )
-    starts = [
-        0,
-        *(_starts_of_shares if _are_shares(lengths, len(strategies)) else _starts_of_numbers)(
-            strategies, lengths, epochs
-        ),
-    ]
+    are_shares = any(length != int(length) for length in lengths)
+    find_starts = _starts_of_shares if are_shares else _starts_of_numbers
+    starts = [0, *find_starts(strategies, lengths, epochs)]
     ends = [*starts[1:], epochs]
     return [
         Part(number, strategy, start, None if end is None else end - start)
@@ -67,11 +70,6 @@ def _check_strategies(strategies: Sequence[Spec]) -> None:
         raise UsageError("sequence: parts=[]; give a list of strategies, as sequence([data_parallel, local_sgd])")
     if any(strategy.name == "sequence" for strategy in strategies):
         raise UsageError("sequence: a part is a sequence itself; put its parts into one list")
-
-
-def _are_shares(lengths: Sequence[float], num_parts: int) -> bool:
-    """Whether lengths are shares of the run: fractions, or the share 1 of a single part."""
-    return any(length != int(length) for length in lengths) or (num_parts, list(lengths)) == (1, [1])
 
 
 def _starts_of_shares(strategies: Sequence[Spec], shares: Sequence[float], epochs: int | None) -> list[int]:
@@ -103,9 +101,10 @@ def _starts_of_numbers(strategies: Sequence[Spec], numbers: Sequence[float], epo
     """The first epoch of each part but the first."""
     total, is_complete = int(sum(numbers)), len(numbers) == len(strategies)
     if epochs is not None and (total != epochs if is_complete else total >= epochs):
-        possible = f"numbers that add up to {epochs}" if is_complete else f"less than {epochs} in all"
+        rest = ", or leave out the last, and that part gets the rest"
+        possible = f"numbers that add up to {epochs}{rest}" if is_complete else f"less than {epochs} in all"
         raise UsageError(
-            f"sequence: epochs={_shown(numbers)} are {total} epochs, but the run has {epochs}; give {possible}, or "
+            f"sequence: epochs={_shown(numbers)} are {total} epochs, but the run has {epochs}; give {possible}; or "
             "shares of the run, as [0.6, 0.4]"
         )
     return [int(sum(numbers[: i + 1])) for i in range(len(strategies) - 1)]
@@ -113,11 +112,22 @@ def _starts_of_numbers(strategies: Sequence[Spec], numbers: Sequence[float], epo
 
 def with_starts(parts: Sequence[Part], starts: Sequence[int], epochs: int | None) -> list[Part]:
     """Parts that begin where they did before a run was resumed; if it has more epochs now, the last part has them."""
+    if epochs is not None and epochs <= starts[-1]:
+        raise UsageError(
+            f"sequence: {epochs} epochs, but in the saved run the last part begins after {starts[-1]}; give more epochs"
+        )
     ends = [*starts[1:], epochs]
     return [
         replace(part, start=start, epochs=None if end is None else end - start)
         for part, start, end in zip(parts, starts, ends, strict=True)
     ]
+
+
+def refuse_long_climb(parts: Sequence[Part], climb: float) -> None:
+    """Raise UsageError if the learning rate would climb for longer than a part."""
+    for part in parts[1:]:
+        if part.epochs is not None and climb > part.epochs:
+            raise UsageError(f"sequence: climb={climb:g} epochs, but {part}, has {part.epochs}; try climb=0.5")
 
 
 def refuse_order(parts: Sequence[Part]) -> None:

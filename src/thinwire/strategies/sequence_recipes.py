@@ -10,8 +10,7 @@ from typing import Literal, NamedTuple
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from thinwire.errors import UsageError
-from thinwire.optim import OptimizerFactory, has_scheduler
+from thinwire.optim import OptimizerFactory, learning_rates, refuse_changed_lr, refuse_scheduler
 from thinwire.strategies.learner import Recipe
 from thinwire.strategies.sequence_parts import Part
 from thinwire.surgery.low_rank_model import LowRankLayers
@@ -38,7 +37,8 @@ def _schedule(epochs: int | None, seam: Seam, run: Recipe, schedule: Schedule) -
     "run": the factor of the same step of the run. "part": the whole schedule in the time of the part; if a length is
     not known, its beginning.
     """
-    before, pace = (seam.steps_before, 1.0) if schedule == "run" else (0, (run.epochs or 1) / (epochs or 1))
+    before = seam.steps_before if schedule == "run" else 0
+    pace = run.epochs / epochs if schedule == "part" and run.epochs and epochs else 1.0
 
     def factor(step: int) -> float:
         climbed = min(1.0, (step + 1) / (seam.climb + 1))
@@ -47,32 +47,26 @@ def _schedule(epochs: int | None, seam: Seam, run: Recipe, schedule: Schedule) -
     return factor
 
 
-class OnlyOptimizers:
-    """An optimizer factory that refuses what a new optimizer would lose: a scheduler, or a learning rate that was set.
+class OptimizerWatch:
+    """An optimizer factory that remembers the last optimizer: each part of a sequence makes a new one.
 
-    Each part of a sequence makes a new optimizer; only a sequence of one part may have a scheduler.
+    What would be lost with the last one, a scheduler or a learning rate that was set in it, is refused.
     """
 
     def __init__(self, factory: OptimizerFactory, may_have_scheduler: bool = False) -> None:
         self.factory, self.may_have_scheduler = factory, may_have_scheduler
+        self._last: Callable[[], Optimizer | None] = lambda: None
+        self._first_lrs: list[float] = []
 
     def __call__(self, parameters: Iterable[Parameter]) -> Optimizer:
         made = self.factory(parameters)
-        if has_scheduler(made) and not self.may_have_scheduler:
-            raise UsageError(
-                "the optimizer factory makes a learning-rate scheduler, but each part has a new optimizer, and the "
-                "scheduler would start again; give prepare a schedule instead, as schedule=lambda step: 0.99**step"
-            )
-        self.last, self.first_lrs = weakref.ref(made), [group["lr"] for group in made.param_groups]
+        if not self.may_have_scheduler:
+            refuse_scheduler(made, "sequence")
+        self._last, self._first_lrs = weakref.ref(made), learning_rates(made)
         return made
 
     def refuse_changed_lr(self) -> None:
-        """Raise UsageError if the learning rate was changed in the optimizer that was made last."""
-        last = self.last()
-        now = self.first_lrs if last is None else [group["lr"] for group in last.param_groups]
-        if now != self.first_lrs:
-            raise UsageError(
-                f"the optimizer's learning rate is {now[0]} now, but it was made with {self.first_lrs[0]}; the next "
-                "part makes a new optimizer, and the change would be lost. Give prepare a schedule instead, as "
-                "schedule=lambda step: 0.99**step"
-            )
+        """Raise UsageError if the learning rate of the last optimizer is no longer that with which it was made."""
+        last = self._last()
+        if last is not None:
+            refuse_changed_lr(learning_rates(last), self._first_lrs, "sequence")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from thinwire.surgery.attention import unpack_attention
-from thinwire.surgery.lowrank import Factored, Layer, factor, merge
+from thinwire.surgery.lowrank import Factored, factor_layers, merge
 from thinwire.surgery.standard import to_standard_modules
 
 
@@ -30,10 +30,7 @@ def find_low_rank_layers(model: nn.Module, candidates: Collection[str]) -> LowRa
 def give_low_rank_layers(model: nn.Module, layers: LowRankLayers) -> nn.Module:
     """Replace layers of a model by low-rank ones, whose weights are yet to be loaded. In place; returns the model."""
     unpack_attention(model)
-    for name, layer_rank in layers.layer_ranks.items():
-        layer = model.get_submodule(name)
-        assert isinstance(layer, Layer)
-        model.set_submodule(name, factor(layer, layer_rank))
+    factor_layers(model, layers.layer_ranks)
     return to_standard_modules(model, layers.read)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Mapping
 from typing import NamedTuple, get_args
 
 import torch
@@ -152,6 +153,14 @@ def factor(layer: Layer, layer_rank: int) -> Factored:
     )
     up.bias = layer.bias
     return Factored(down, up).train(layer.training)
+
+
+def factor_layers(model: nn.Module, layer_ranks: Mapping[str, int]) -> None:
+    """Replace some layers of a model by two thin ones of this layer rank, whose weights are yet to be filled in."""
+    for name, layer_rank in layer_ranks.items():
+        layer = model.get_submodule(name)
+        assert isinstance(layer, Layer)
+        model.set_submodule(name, factor(layer, layer_rank))
 
 
 @torch.no_grad()
