@@ -6,10 +6,11 @@ import codecs
 import functools
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Generator, Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -20,6 +21,8 @@ from thinwire.tasks.data_files import find_file
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)
 RECORD_BYTES = 1 + 3072  # a label and 32×32 pixels of red, green and blue
+NUM_TRAIN = 50_000
+HELD_OUT_SEED = 10  # of the order whose end is held out; not the run's seed, so that all runs hold out the same images
 
 
 def cifar10(
@@ -28,13 +31,20 @@ def cifar10(
     /,
     *,
     augment: bool = True,  # random crops and horizontal flips in training
+    held_out: Annotated[int, Field(ge=0, lt=NUM_TRAIN)] = 0,  # training images to test on instead of the test set
 ) -> Task:
     """60,000 colour images, 32×32 pixels, ten classes; --data names the folder of the official files.
 
     A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
     """
     parts = [_read(data, f"data_batch_{i}") for i in range(1, 6)]
-    images, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    train = tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    if held_out:
+        order = torch.randperm(NUM_TRAIN, generator=Generator().manual_seed(HELD_OUT_SEED))
+        kept, tested = order[:-held_out], order[-held_out:]
+        train, test = (tuple(tensor[indices] for tensor in train) for indices in (kept, tested))
+    else:
+        test = _read(data, "test_batch")
 
     def transform(batch: Tensor, generator: Generator | None) -> Tensor:
         mean, std = _mean_and_std(batch.device)
@@ -42,8 +52,8 @@ def cifar10(
         return crop_and_flip(normalised, generator) if generator and augment else normalised
 
     return Task(
-        train=TensorDataset(images, labels),
-        test=TensorDataset(*_read(data, "test_batch")),
+        train=TensorDataset(*train),
+        test=TensorDataset(*test),
         shape=(3, 32, 32),
         classes=10,
         model="resnet18",
