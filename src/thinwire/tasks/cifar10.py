@@ -37,14 +37,7 @@ def cifar10(
 
     A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
     """
-    parts = [_read(data, f"data_batch_{i}") for i in range(1, 6)]
-    train = tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    if held_out:
-        order = torch.randperm(NUM_TRAIN, generator=Generator().manual_seed(HELD_OUT_SEED))
-        kept, tested = order[:-held_out], order[-held_out:]
-        train, test = (tuple(tensor[indices] for tensor in train) for indices in (kept, tested))
-    else:
-        test = _read(data, "test_batch")
+    train, test = _read_both(data, held_out)
 
     def transform(batch: Tensor, generator: Generator | None) -> Tensor:
         mean, std = _mean_and_std(batch.device)
@@ -52,8 +45,8 @@ def cifar10(
         return crop_and_flip(normalised, generator) if generator and augment else normalised
 
     return Task(
-        train=TensorDataset(*train),
-        test=TensorDataset(*test),
+        train=train,
+        test=test,
         shape=(3, 32, 32),
         classes=10,
         model="resnet18",
@@ -97,6 +90,17 @@ def _positions(n: int, channels: int, height: int, width: int, device: torch.dev
     sample, channel = torch.arange(n, device=device), torch.arange(channels, device=device)
     rows, columns = torch.arange(height, device=device), torch.arange(width, device=device)
     return sample[:, None, None, None], channel[None, :, None, None], rows, columns
+
+
+def _read_both(data: Path | None, held_out: int) -> tuple[TensorDataset, TensorDataset]:
+    """What to train on and what to test on."""
+    parts = [_read(data, f"data_batch_{i}") for i in range(1, 6)]
+    images, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    if not held_out:
+        return TensorDataset(images, labels), TensorDataset(*_read(data, "test_batch"))
+    order = torch.randperm(NUM_TRAIN, generator=Generator().manual_seed(HELD_OUT_SEED))
+    kept, tested = order[:-held_out], order[-held_out:]
+    return TensorDataset(images[kept], labels[kept]), TensorDataset(images[tested], labels[tested])
 
 
 def _read(data: Path | None, name: str) -> tuple[Tensor, Tensor]:
