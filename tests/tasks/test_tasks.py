@@ -128,6 +128,12 @@ def test_cifar10_holds_out_training_images_and_does_not_read_the_test_set(
         images, labels = (torch.cat(t) for t in zip(task.train.tensors, task.test.tensors, strict=True))
         ours = sorted(zip(images.flatten(1)[:, :8].tolist(), labels.tolist(), strict=True))
         assert ours == sorted(zip(first.tolist(), expected, strict=True)), "every image is in one of both parts"
+    part = load_task("cifar10(held_out=100, train=300)", tmp_path, 3)
+    for own, whole in zip(part.train.tensors, few.train.tensors, strict=True):
+        assert torch.equal(own, whole[:300])
+    assert torch.equal(part.test.tensors[1], few.test.tensors[1])
+    with pytest.raises(UsageError, match="give at most 49900"):
+        load_task("cifar10(held_out=100, train=49901)", tmp_path, 0)
     with pytest.raises(UsageError, match=r"none of test_batch\.bin"):
         load_task("cifar10", tmp_path, 0)
     with pytest.raises(UsageError, match="held_out"):

@@ -22,7 +22,7 @@ MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)
 RECORD_BYTES = 1 + 3072  # a label and 32×32 pixels of red, green and blue
 NUM_TRAIN = 50_000
-HELD_OUT_SEED = 10  # of the order whose end is held out; not the run's seed, so that all runs hold out the same images
+ORDER_SEED = 10  # of the order of which parts are taken; not the run's seed, so that all runs have the same parts
 
 
 def cifar10(
@@ -32,12 +32,13 @@ def cifar10(
     *,
     augment: bool = True,  # random crops and horizontal flips in training
     held_out: Annotated[int, Field(ge=0, lt=NUM_TRAIN)] = 0,  # training images to test on instead of the test set
+    train: Annotated[int, Field(gt=0)] | None = None,  # training images to train on; default: all that are not held out
 ) -> Task:
     """60,000 colour images, 32×32 pixels, ten classes; --data names the folder of the official files.
 
     A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
     """
-    train, test = _read_both(data, held_out)
+    train_set, test_set = _read_both(data, held_out, train)
 
     def transform(batch: Tensor, generator: Generator | None) -> Tensor:
         mean, std = _mean_and_std(batch.device)
@@ -45,8 +46,8 @@ def cifar10(
         return crop_and_flip(normalised, generator) if generator and augment else normalised
 
     return Task(
-        train=train,
-        test=test,
+        train=train_set,
+        test=test_set,
         shape=(3, 32, 32),
         classes=10,
         model="resnet18",
@@ -92,15 +93,18 @@ def _positions(n: int, channels: int, height: int, width: int, device: torch.dev
     return sample[:, None, None, None], channel[None, :, None, None], rows, columns
 
 
-def _read_both(data: Path | None, held_out: int) -> tuple[TensorDataset, TensorDataset]:
-    """What to train on and what to test on."""
+def _read_both(data: Path | None, held_out: int, train: int | None) -> tuple[TensorDataset, TensorDataset]:
+    """What to train on and what to test on. Both are parts of one random order of the training images, if of any."""
     parts = [_read(data, f"data_batch_{i}") for i in range(1, 6)]
     images, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    if not held_out:
-        return TensorDataset(images, labels), TensorDataset(*_read(data, "test_batch"))
-    order = torch.randperm(NUM_TRAIN, generator=Generator().manual_seed(HELD_OUT_SEED))
-    kept, tested = order[:-held_out], order[-held_out:]
-    return TensorDataset(images[kept], labels[kept]), TensorDataset(images[tested], labels[tested])
+    most = NUM_TRAIN - held_out
+    if train is not None and train > most:
+        raise UsageError(f"cifar10: train={train}, but {held_out} of {NUM_TRAIN} are held out; give at most {most}")
+    order = torch.randperm(NUM_TRAIN, generator=Generator().manual_seed(ORDER_SEED))
+    kept, tested = order[: train or most], order[most:]
+    train_set = TensorDataset(images[kept], labels[kept]) if held_out or train else TensorDataset(images, labels)
+    test_set = TensorDataset(images[tested], labels[tested]) if held_out else TensorDataset(*_read(data, "test_batch"))
+    return train_set, test_set
 
 
 def _read(data: Path | None, name: str) -> tuple[Tensor, Tensor]:
