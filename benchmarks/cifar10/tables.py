@@ -49,7 +49,7 @@ FULL = Scale(
     },
 )  # fmt: skip
 SMALL = Scale(
-    epochs=8, batch_size=16, train=4000, held_out=5000, autocast=False, seeds=1,
+    epochs=8, batch_size=32, train=4000, held_out=5000, autocast=False, seeds=1,
     models={
         "main": Model("VGG8, SGD", "vgg8(width=16)", 0.1, epoch_seconds=7.0),
         "residual": Model("ResNet-32", "resnet32", 0.1, epoch_seconds=16.0),
