@@ -10,6 +10,8 @@ from cifar10.results import Results
 from cifar10.tables import SCALES, Goal, Row, ScaleName, Table
 from conditions import Found
 
+MOST_SEEDS = 10  # that the page looks for
+
 
 class Line(NamedTuple):
     """The results of one row: the finished cells of all its seeds."""
@@ -40,9 +42,9 @@ class Line(NamedTuple):
 def line(results: Results, scale: ScaleName, row: Row) -> Line:
     """The results of a row at the scale's length, of all seeds that there are."""
     epochs = SCALES[scale].epochs
-    keys = {seed: Cell(scale, row, seed, epochs) for seed in range(10)}
-    found = [one for cell in keys.values() if (one := results.finished(cell))]
-    return Line(row, keys[0], found)
+    by_seed = {seed: Cell(scale, row, seed, epochs) for seed in range(MOST_SEEDS)}
+    found = [one for cell in by_seed.values() if (one := results.finished(cell))]
+    return Line(row, by_seed[0], found)
 
 
 def lines(results: Results, scale: ScaleName, table: Table) -> list[Line]:
@@ -75,9 +77,9 @@ def _verdict(goal: Goal, own: Line, than: Line) -> str:
         reached.append(own.accuracy >= goal.accuracy)
         texts.append(f"{own.accuracy:.2f} %, error {100 - own.accuracy:.2f} %")
     if goal.sent is not None:
-        share = own.between / than.between
+        share = own.mean("training_bytes_per_rank") / than.mean("training_bytes_per_rank")
         reached.append(share <= goal.sent)
-        texts.append(f"{100 * share:.1f} % of the bytes")
+        texts.append(f"{100 * share:.1f} % of the bytes, {100 * own.between / than.between:.1f} % between nodes")
     if goal.ratio is not None:
         reached.append((own.ratio or 1.0) >= goal.ratio)
         texts.append(f"{own.ratio or 1.0:.1f} : 1")

@@ -122,7 +122,7 @@ def table_cells(results: Results, scale: ScaleName, name: str) -> tuple[list[str
     heads += ["small model"] * has_small + [f"reaches the first − {POINTS}"] * is_pareto + ["time"]
     rows = []
     for i, one in enumerate(own, 1):
-        first = f"{i}. `{label(one.cell)}`"
+        first = f"{i}. {label(one.cell, '`')}"
         if not one.found:
             failed = "failed" in results.cells.get(one.cell.key, {})
             rows.append([first, "failed" if failed else NOT_YET, *[""] * (len(heads) - 2)])

@@ -41,12 +41,12 @@ def record(cell: Cell, summary: dict[str, Any], device: str) -> Found:
     }  # fmt: skip
 
 
-def label(cell: Cell) -> str:
-    """The row of a cell in words."""
+def label(cell: Cell, mark: str = "") -> str:
+    """The row of a cell in words; `mark` is put around the strategy."""
     epochs, ranks = cell.settings["epochs"], cell.row.ranks
     others = [f"{epochs} epochs"] * (cell.row.epochs != 1) + ["one rank"] * (ranks == 1)
     others += [f"learning rate {cell.settings['lr']:g}"] * (cell.row.lr != 1)
-    return ", ".join([f"{cell.model.name}: {cell.row.spec(cell.scale)}", *others])
+    return ", ".join([f"{cell.model.name}: {mark}{cell.row.spec(cell.scale)}{mark}", *others])
 
 
 def tables_with(cell: Cell) -> list[str]:

@@ -13,7 +13,7 @@ With --minutes, a cell begins if it fits into what is left of them, the longest 
 runs until an epoch's end, and goes on from its checkpoint in the next call. Where the machine is lost between calls,
 --pack writes results and checkpoints to FILE.0, FILE.1, … (8 of 16 MiB at most), and --unpack reads them into an empty
 DIR2; see packing.py for what fits. --render adds the results to docs/results.json and draws docs/results.md.
-Times are never compared: cells may share the machine with others. Hosts need root, or user namespaces.
+THINWIRE_REVISION names the revision where there is no git. Hosts need root, or user namespaces.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 from cifar10 import packing, render  # noqa: E402
 from cifar10.cells import Cell, cells  # noqa: E402
-from cifar10.results import Results, label, record  # noqa: E402
+from cifar10.results import START_SECONDS, Results, label, record  # noqa: E402
 from cifar10.stopping import stopped_in_time  # noqa: E402
 from cifar10.tables import SCALES, TABLES  # noqa: E402
 
@@ -37,7 +37,7 @@ from thinwire.common.formats import format_seconds  # noqa: E402
 from thinwire.compare.files import read_summary  # noqa: E402
 from thinwire.errors import RunError, Stopped, ThinwireError  # noqa: E402
 from thinwire.launch.launcher import launch, stopped_by_signals  # noqa: E402
-from thinwire.run.records import is_free  # noqa: E402
+from thinwire.run.records import RunFolder, is_free  # noqa: E402
 
 
 def main() -> None:
@@ -96,7 +96,7 @@ class Call:
         steps = packing.complete_steps(cell.folder(self.out), cell.row.ranks)
         return bool(steps) and not self.results.finished(cell)
 
-    def begun(self) -> list[tuple[packing.RunFolder, int]]:
+    def begun(self) -> list[tuple[RunFolder, int]]:
         """The folders of cells that have begun, with their number of ranks."""
         return [(cell.folder(self.out), cell.row.ranks) for cell in self.cells if self.has_begun(cell)]
 
@@ -127,8 +127,8 @@ class Call:
         cells = [c for c in self.cells if not self.results.finished(c) and c.key not in self.failed]
         cells.sort(key=lambda cell: (not self.has_begun(cell), -self.estimate(cell)))
         fitting = [cell for cell in cells if self.estimate(cell) <= left]
-        two_epochs = [c for c in cells if 2 * self.estimate(c) / c.settings["epochs"] + 20 <= left]
-        return next(iter(fitting + two_epochs), None)
+        some_epochs = [cell for cell in cells if self.estimate(cell) / 5 + START_SECONDS <= left]
+        return next(iter(fitting + some_epochs), None)
 
     def run(self, cell: Cell) -> None:
         """Run a cell, or the rest of it, until the time is over."""

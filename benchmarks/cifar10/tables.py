@@ -88,7 +88,7 @@ class Goal:
     rows: list[Row]
     than: Row
     points: float | None = None  # that its accuracy may be lower
-    sent: float | None = None  # largest share of the bytes that the other row sends between nodes
+    sent: float | None = None  # largest share of the bytes that a rank of the other row sends
     ratio: float | None = None  # least number of parameters of the model ÷ those of the small one
     accuracy: float | None = None  # in per cent
 

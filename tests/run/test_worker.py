@@ -129,6 +129,20 @@ def test_the_best_metric_is_that_of_the_epochs_that_were_tested(tmp_path: Path) 
         assert (len(tested), summary["best"], summary["value"]) == (1 + every // 2, max(tested), tested[-1])
 
 
+def test_progress_shows_the_metric_of_epochs_that_were_tested(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone(out=tmp_path / "run", epochs=2, test_every=2)
+    first, second = (line for line in capsys.readouterr().err.splitlines() if line.startswith("epoch"))
+    assert "accuracy" not in first
+    assert "accuracy" in second
+    with tw.join() as comm:
+        progress = tmp_path / "progress.json"
+        config = RunConfig(out=tmp_path / "quiet", epochs=2, test_every=0)
+        Run(config, comm, torch.device("cpu"), progress_file=progress).run()
+        assert json.loads(progress.read_text())["value"] is None
+
+
 def test_a_run_that_is_stopped_early_is_tested_at_the_stop_and_goes_on_exactly(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"task": "tests.user_task:noisy", "epochs": 3, "test_every": 0}
     alone(**settings, out=tmp_path / "whole")
