@@ -73,6 +73,9 @@ class RunConfig(BaseModel):
         bool,
         option(HOW, "Compile the model (torch.compile); with strategies that leave it whole. Needs a C++ compiler."),
     ] = False
+    test_every: Annotated[
+        NonNegativeInt, option(HOW, "Epochs between tests of the model; 0 = only when training ends.")
+    ] = 1
     seed: Annotated[
         NonNegativeInt,
         option(HOW, "Random seed: decides the first weights, the data order and everything else random."),
@@ -164,7 +167,10 @@ class CompareConfig(RunConfig):
 
 
 # Settings that may change when a run is resumed. All others decide its numbers.
-MAY_CHANGE = {"epochs", "minutes", "strict", "data", "out", "resume", "checkpoint_every", "keep", "restarts", "device"}
+MAY_CHANGE = {
+    "epochs", "minutes", "test_every", "strict", "data", "out", "resume", "checkpoint_every", "keep", "restarts",
+    "device",
+}  # fmt: skip
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -82,6 +82,82 @@ def test_one_rank_exchanges_no_exact_gradients(tmp_path: Path) -> None:
     assert purposes == {"start", "eval", "checkpoint"}
 
 
+TESTED_SELDOM = [
+    "data_parallel(reducer=maxnorm(bits=4))",
+    "local_sgd(every=5)",
+    "daso(ranks_per_node=2, warmup_epochs=1, cooldown_epochs=1)",
+    "ab(group_size=2, sync_every=9, warmup=3, rebound=2, cutoff=0.5)",
+    "ist(local_steps=7)",
+    "local_parallel(blocks=2)",
+]
+
+
+def train_with_fewer_tests(comm: Comm, strategy: str, folder: str) -> None:
+    for every in (1, 2, 0):
+        settings = {"task": "tests.user_task:noisy", "model": "mlp(width=24, depth=3, norm=True)", "strategy": strategy}
+        train(comm, {**settings, "epochs": 3, "test_every": every, "out": f"{folder}/{every}"})
+
+
+def without_tests(folder: Path) -> list[dict[str, Any]]:
+    """Rows of metrics without times, tests, and the bytes of evaluation."""
+    rows = timeless(folder, "metrics.jsonl")
+    return [{k: v for k, v in row.items() if not k.startswith("test_") and k != "wire_bytes"} for row in rows]
+
+
+@pytest.mark.parametrize("strategy", TESTED_SELDOM)
+def test_weights_losses_and_training_bytes_do_not_depend_on_tests(
+    process_world: ProcessWorlds, tmp_path: Path, strategy: str
+) -> None:
+    process_world.run(train_with_fewer_tests, 4, strategy, str(tmp_path))
+    always, second, last = (tmp_path / name for name in ("1", "2", "0"))
+    values = [[row.get("test_accuracy") for row in read_rows(run / "metrics.jsonl")] for run in (always, second, last)]
+    assert values[1:] == [[None, values[0][1], values[0][2]], [None, None, values[0][2]]]
+    for run in (second, last):
+        assert same_files(always, run)
+        assert without_tests(always) == without_tests(run)
+        whole, own = (json.loads((folder / "summary.json").read_text()) for folder in (always, run))
+        assert own["value"] == whole["value"]
+        for purpose in ("train", "sync"):
+            assert own["wire_bytes_by_purpose"].get(purpose) == whole["wire_bytes_by_purpose"].get(purpose)
+
+
+def test_the_best_metric_is_that_of_the_epochs_that_were_tested(tmp_path: Path) -> None:
+    for every in (0, 2):
+        summary = alone(out=tmp_path / str(every), epochs=3, test_every=every, lr=0.3)
+        rows = read_rows(tmp_path / str(every) / "metrics.jsonl")
+        tested = [row["test_accuracy"] for row in rows if "test_accuracy" in row]
+        assert (len(tested), summary["best"], summary["value"]) == (1 + every // 2, max(tested), tested[-1])
+
+
+def test_progress_shows_the_metric_of_epochs_that_were_tested(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone(out=tmp_path / "run", epochs=2, test_every=2)
+    first, second = (line for line in capsys.readouterr().err.splitlines() if line.startswith("epoch"))
+    assert "accuracy" not in first
+    assert "accuracy" in second
+    with tw.join() as comm:
+        progress = tmp_path / "progress.json"
+        config = RunConfig(out=tmp_path / "quiet", epochs=2, test_every=0)
+        Run(config, comm, torch.device("cpu"), progress_file=progress).run()
+        assert json.loads(progress.read_text())["value"] is None
+
+
+def test_a_run_that_is_stopped_early_is_tested_at_the_stop_and_goes_on_exactly(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"task": "tests.user_task:noisy", "epochs": 3, "test_every": 0}
+    alone(**settings, out=tmp_path / "whole")
+    stopped = alone(**settings, out=tmp_path / "cut", minutes=1e-9)
+    rows = read_rows(tmp_path / "cut" / "metrics.jsonl")
+    assert (stopped["epochs"], stopped["value"]) == (1, rows[-1]["test_accuracy"])
+    resumed = alone(**settings, out=tmp_path / "cut", resume=True)
+    assert same_files(tmp_path / "whole", tmp_path / "cut")
+    whole = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    assert (resumed["value"], resumed["epochs"]) == (whole["value"], 3)
+    assert resumed["wire_bytes_by_purpose"] == whole["wire_bytes_by_purpose"]
+    again = alone(**settings, out=tmp_path / "cut", resume=True)  # nothing is left to train
+    assert again["value"] == whole["value"]
+
+
 def test_the_model_file_needs_no_thinwire(tmp_path: Path) -> None:
     summary = alone(out=tmp_path / "run", epochs=2)
     model = nn.Sequential(

@@ -110,6 +110,36 @@ def test_cifar10_reads_binary_and_python_files_alike(
     assert one.test.tensors[1].tolist() == cifar["test_batch"][1].tolist()
 
 
+@pytest.mark.slow
+def test_cifar10_holds_out_training_images_and_does_not_read_the_test_set(
+    tmp_path: Path, cifar: dict[str, tuple[np.ndarray, np.ndarray]]
+) -> None:
+    for name, (pixels, labels) in cifar.items():
+        if name != "test_batch":
+            (tmp_path / f"{name}.bin").write_bytes(np.concatenate([labels[:, None], pixels], 1).tobytes())
+    expected = [label for name in CIFAR_FILES[:-1] for label in cifar[name][1].tolist()]
+    first = np.concatenate([cifar[name][0] for name in CIFAR_FILES[:-1]])[:, :8]  # pixels that tell images apart
+    few, many, other = (load_task(f"cifar10(held_out={n})", tmp_path, s) for n, s in ((100, 0), (49000, 0), (100, 7)))
+    assert [len(task.train) for task in (few, many)] == [49900, 1000]
+    assert [len(task.test) for task in (few, many)] == [100, 49000]
+    assert torch.equal(few.test.tensors[0], other.test.tensors[0]), "the same for every seed of a run"
+    assert torch.equal(few.test.tensors[0], many.test.tensors[0][-100:]), "fewer are the last of more"
+    for task in (few, many):
+        images, labels = (torch.cat(t) for t in zip(task.train.tensors, task.test.tensors, strict=True))
+        ours = sorted(zip(images.flatten(1)[:, :8].tolist(), labels.tolist(), strict=True))
+        assert ours == sorted(zip(first.tolist(), expected, strict=True)), "every image is in one of both parts"
+    part = load_task("cifar10(held_out=100, train=300)", tmp_path, 3)
+    for own, whole in zip(part.train.tensors, few.train.tensors, strict=True):
+        assert torch.equal(own, whole[:300])
+    assert torch.equal(part.test.tensors[1], few.test.tensors[1])
+    with pytest.raises(UsageError, match="give at most 49900"):
+        load_task("cifar10(held_out=100, train=49901)", tmp_path, 0)
+    with pytest.raises(UsageError, match=r"none of test_batch\.bin"):
+        load_task("cifar10", tmp_path, 0)
+    with pytest.raises(UsageError, match="held_out"):
+        load_task("cifar10(held_out=50000)", tmp_path, 0)
+
+
 class Evil:
     def __reduce__(self) -> object:
         return (exec, ("raise SystemExit('code of a data file was run')",))

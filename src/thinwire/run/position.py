@@ -23,11 +23,16 @@ class Position:
     step: int = 0
     samples: int = 0  # that all ranks together have trained on
     loss_sum: float = 0.0  # over this epoch's batches, on this rank
-    value: float | None = None  # the metric after the last complete epoch
+    value: float | None = None  # the metric after the last complete epoch; None if it was not tested
     best: float | None = None  # metric so far
     seconds: float = 0.0
     train_seconds: float = 0.0
     epochs_seconds: float = 0.0  # rank 0's train_seconds at the end of the last epoch; equal on all ranks
+
+    def tested(self, value: float | None, metric: str) -> Position:
+        """This position with the metric of the model there; None if it was not tested."""
+        known = [one for one in (self.best, value) if one is not None]
+        return replace(self, value=value, best=(max if metric == "accuracy" else min)(known, default=None))
 
 
 def run_state(at: Position, seconds: float, strategy: Strategy, meters: Meters) -> dict[str, Any]:

@@ -70,10 +70,12 @@ class ProgressBar:
             self.bars.update(self.bar, completed=step, status=status)
 
     def epoch(self, row: dict[str, Any]) -> None:
-        value = format_metric(row[f"test_{self.metric}"], self.metric)
-        self.value = f"  {value}"
+        value = row.get(f"test_{self.metric}")
+        shown = "" if value is None else format_metric(value, self.metric)
+        self.value = shown and f"  {shown}"
+        tested = shown and f"{self.metric} {shown}  "
         self._print(
-            f"epoch {row['epoch']}/{self.num_epochs}  loss {row['train_loss']:.4f}  {self.metric} {value}  "
+            f"epoch {row['epoch']}/{self.num_epochs}  loss {row['train_loss']:.4f}  {tested}"
             f"{row['samples_per_second']:,.0f} samples/s  {format_bytes(row['wire_bytes'])}  "
             f"{format_seconds(row['seconds'])}"
         )
@@ -108,7 +110,7 @@ class ProgressFile:
         write_text(self.file, json.dumps(status))
 
     def epoch(self, row: dict[str, Any]) -> None:
-        self.value = row[f"test_{self.metric}"]
+        self.value = row.get(f"test_{self.metric}")
         self.step(row["step"], row["train_loss"], 0.0, 0)
 
     def close(self) -> None: ...

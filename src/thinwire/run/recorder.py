@@ -40,10 +40,12 @@ class Recorder:
     def after_epoch(
         self, at: Position, seconds: Callable[[], float], samples_per_second: float
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Test the model and add a row of metrics; returns the row, and what each rank measured."""
-        with self.comm.ledger.purpose("eval"):
-            model = self.strategy.eval_model()
-        tested = self._evaluate(model)
+        """Test the model if that is due, and add a row of metrics; returns the row, and what each rank measured."""
+        tested: dict[str, float] = {}
+        if self.config.test_every and (at.epoch + 1) % self.config.test_every == 0:
+            with self.comm.ledger.purpose("eval"):
+                model = self.strategy.eval_model()
+            tested = self._evaluate(model)
         with self.comm.ledger.purpose("eval"):
             own_loss = torch.tensor([at.loss_sum / at.batch, 1.0], dtype=torch.float64) * self.strategy.sees_loss
             loss_sum, num_losses = self.comm.sum(own_loss).tolist()
@@ -51,7 +53,7 @@ class Recorder:
         timeline = self.meters.gather_timeline() if at.epoch in self.strategy.timeline_epochs else []
         sent = sent_by_purpose(by_rank)
         where = {"step": at.step, "epoch": at.epoch + 1}
-        extra: dict[str, Any] = {f"test_{name}": value for name, value in tested.items()} | self._status()
+        extra: dict[str, Any] = tested | self._status()
         row = MetricsRow(
             step=at.step, epoch=at.epoch + 1, seconds=seconds(), train_seconds=at.train_seconds,
             train_loss=loss_sum / num_losses, samples_per_second=samples_per_second,
@@ -72,7 +74,13 @@ class Recorder:
         """Write models and summary; returns the summary. `show` prints it as a table too."""
         with self.comm.ledger.purpose("eval"):
             model = self.strategy.eval_model()
-            artifacts = [(one, self._evaluate(one.model)[self.task.metric]) for one in self.strategy.artifacts()]
+            metric = f"test_{self.task.metric}"
+            artifacts = [(one, self._evaluate(one.model)[metric]) for one in self.strategy.artifacts()]
+        if at.value is None:
+            tested = self._evaluate(model)
+            at = at.tested(tested[metric], self.task.metric)
+            if self.comm.rank == 0:
+                self.folder.add_to_last_row(tested)
         by_rank = self.meters.gather(at.train_seconds)
         summary = summarise(
             self.config, self.task.metric, at, seconds(), by_rank,
@@ -105,9 +113,11 @@ class Recorder:
         return status
 
     def _evaluate(self, model: nn.Module) -> dict[str, float]:
+        """The results as a row of metrics names them."""
         assert self.config.batch_size is not None
         with self.comm.ledger.purpose("eval"):
-            return evaluate(
+            results = evaluate(
                 model, self.task, self.comm, self.device,
                 batch_size=4 * self.config.batch_size, autocast=self.config.autocast,
             )  # fmt: skip
+        return {f"test_{name}": value for name, value in results.items()}

@@ -76,6 +76,13 @@ class RunFolder:
         except OSError as error:
             raise RunError(f"cannot write {file}: {error.strerror}; free some space and --resume") from error
 
+    def add_to_last_row(self, values: dict[str, Any]) -> None:
+        """Add values to the last row of metrics: those of a test at the end of the run."""
+        rows = read_rows(self.metrics)
+        for row in rows[-1:]:
+            row.update(values)
+        _write_rows(self.metrics, rows)
+
     def append_ledger(self, where: dict[str, Any], ledgers: list[list[dict[str, Any]]], final: bool = False) -> None:
         """Add the totals of all ranks: after an epoch, or the final ones, which add up to the summary."""
         where = {**where, "final": True} if final else where
@@ -85,8 +92,7 @@ class RunFolder:
     def drop_rows_after(self, step: int) -> None:
         """Drop the rows of steps that a resumed run will repeat, and the final rows: it will write new ones."""
         for file in (self.metrics, self.ledger, self.timeline):
-            kept = [row for row in read_rows(file) if row["step"] <= step and not row.get("final")]
-            write_text(file, "".join(json.dumps(row) + "\n" for row in kept))
+            _write_rows(file, [row for row in read_rows(file) if row["step"] <= step and not row.get("final")])
 
     def save_summary(self, summary: dict[str, Any]) -> None:
         write_text(self.summary, json.dumps(summary, indent=2) + "\n")
@@ -101,6 +107,10 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             continue  # incomplete: the run was stopped while it wrote this line
     return rows
+
+
+def _write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
+    write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def is_free(path: Path) -> bool:

@@ -11,7 +11,7 @@ from thinwire.strategies.series import Draw
 
 
 class MetricsRow(BaseModel):
-    """A line of metrics.jsonl. It also has test_loss, perhaps test_accuracy, and the strategy's status."""
+    """A line of metrics.jsonl. It also has the strategy's status, and test_loss and perhaps test_accuracy if tested."""
 
     model_config = ConfigDict(extra="allow")
 

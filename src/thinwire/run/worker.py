@@ -170,10 +170,9 @@ class Run:
         self._read_losses(speed())
         self._advance(train_seconds=time.monotonic() - begin)  # now that the GPU is done
         row, by_rank = self.recorder.after_epoch(self.at, self._seconds, speed())
-        value = row[f"test_{self.task.metric}"]
+        self.at = self.at.tested(row.get(f"test_{self.task.metric}"), self.task.metric)
         self._advance(
-            epoch=self.at.epoch + 1, batch=0, loss_sum=0.0, value=value, best=self._best(value),
-            epochs_seconds=by_rank[0]["train_seconds"],
+            epoch=self.at.epoch + 1, batch=0, loss_sum=0.0, epochs_seconds=by_rank[0]["train_seconds"]
         )  # fmt: skip
         self._save_checkpoint()
         self.progress.epoch(row)
@@ -233,10 +232,6 @@ class Run:
 
     def _seconds(self) -> float:
         return self.at.seconds + time.monotonic() - self.start_time
-
-    def _best(self, value: float) -> float:
-        pick = max if self.task.metric == "accuracy" else min
-        return value if self.at.best is None else pick(self.at.best, value)
 
     def _setting(self, name: str) -> Any:
         value = getattr(self.config, name)

@@ -6,10 +6,11 @@ import codecs
 import functools
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Generator, Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -20,6 +21,8 @@ from thinwire.tasks.data_files import find_file
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)
 RECORD_BYTES = 1 + 3072  # a label and 32×32 pixels of red, green and blue
+NUM_TRAIN = 50_000
+ORDER_SEED = 10  # of the order of which parts are taken; not the run's seed, so that all runs have the same parts
 
 
 def cifar10(
@@ -28,13 +31,14 @@ def cifar10(
     /,
     *,
     augment: bool = True,  # random crops and horizontal flips in training
+    held_out: Annotated[int, Field(ge=0, lt=NUM_TRAIN)] = 0,  # training images to test on instead of the test set
+    train: Annotated[int, Field(gt=0)] | None = None,  # training images to train on; default: all that are not held out
 ) -> Task:
     """60,000 colour images, 32×32 pixels, ten classes; --data names the folder of the official files.
 
     A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
     """
-    parts = [_read(data, f"data_batch_{i}") for i in range(1, 6)]
-    images, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    train_set, test_set = _read_both(data, held_out, train)
 
     def transform(batch: Tensor, generator: Generator | None) -> Tensor:
         mean, std = _mean_and_std(batch.device)
@@ -42,8 +46,8 @@ def cifar10(
         return crop_and_flip(normalised, generator) if generator and augment else normalised
 
     return Task(
-        train=TensorDataset(images, labels),
-        test=TensorDataset(*_read(data, "test_batch")),
+        train=train_set,
+        test=test_set,
         shape=(3, 32, 32),
         classes=10,
         model="resnet18",
@@ -87,6 +91,20 @@ def _positions(n: int, channels: int, height: int, width: int, device: torch.dev
     sample, channel = torch.arange(n, device=device), torch.arange(channels, device=device)
     rows, columns = torch.arange(height, device=device), torch.arange(width, device=device)
     return sample[:, None, None, None], channel[None, :, None, None], rows, columns
+
+
+def _read_both(data: Path | None, held_out: int, train: int | None) -> tuple[TensorDataset, TensorDataset]:
+    """What to train on and what to test on. Both are parts of one random order of the training images, if of any."""
+    parts = [_read(data, f"data_batch_{i}") for i in range(1, 6)]
+    images, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    most = NUM_TRAIN - held_out
+    if train is not None and train > most:
+        raise UsageError(f"cifar10: train={train}, but {held_out} of {NUM_TRAIN} are held out; give at most {most}")
+    order = torch.randperm(NUM_TRAIN, generator=Generator().manual_seed(ORDER_SEED))
+    kept, tested = order[: train or most], order[most:]
+    train_set = TensorDataset(images[kept], labels[kept]) if held_out or train else TensorDataset(images, labels)
+    test_set = TensorDataset(images[tested], labels[tested]) if held_out else TensorDataset(*_read(data, "test_batch"))
+    return train_set, test_set
 
 
 def _read(data: Path | None, name: str) -> tuple[Tensor, Tensor]:
