@@ -229,7 +229,7 @@ def test_what_nobody_has_stays_as_it_is_and_nobody_shares_a_unit(cut: str, ranks
     assert all(tw.simulate(lambda comm: what_moved(comm, cut), ranks=ranks))
 
 
-@pytest.mark.parametrize("spec", ["ist", "ist(scale=train)", "ist(cut=blocks)"])
+@pytest.mark.parametrize("spec", ["ist", "ist(scale=train)", "ist(cut=blocks, scale=train)"])
 def test_the_network_at_the_start_is_the_one_that_was_given(spec: str) -> None:
     torch.manual_seed(0)
     model = RESNET if "blocks" in spec else MLP
@@ -238,6 +238,24 @@ def test_the_network_at_the_start_is_the_one_that_was_given(spec: str) -> None:
         assert found.keys() == model.state_dict().keys()
         for name, tensor in model.state_dict().items():
             torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_blocks_begin_as_they_were_given_and_count_for_their_share_in_the_whole_network(ranks: int) -> None:
+    """As with stochastic depth. Branches n times as large would drown the stream that they are added to."""
+
+    def at_start(comm: Comm) -> tuple[Weights, Weights, list[str]]:
+        made = trainer(comm, "ist(cut=blocks)", RESNET)
+        return weights(made.model), weights(made.consolidate()), made.slices.axes[0].branch_ends
+
+    given = RESNET.state_dict()
+    for narrow, whole, branch_ends in tw.simulate(at_start, ranks=ranks):
+        assert len(narrow) < len(given)
+        assert same(narrow, {name: given[name] for name in narrow})
+        share = max(1 / ranks, 1 / 3)  # of three blocks, each rank has one at least
+        for name, tensor in given.items():
+            expected = tensor * share if name in branch_ends else tensor
+            torch.testing.assert_close(whole[name], expected, rtol=1e-6, atol=0)
 
 
 # ---- bytes and memory

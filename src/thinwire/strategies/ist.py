@@ -86,7 +86,7 @@ class IST(Strategy):
         self.whole = WholeNetwork(model, self.sharded, whole_gb, calibration, recipe.autocast)
         self.round, self.steps_in_round = 0, 0  # steps that this rank trained or skipped
         self.units = self._assign_units()
-        for name, factor in self._eval_scales().items():
+        for name, factor in self._eval_scales().items() if cut == "units" else ():  # blocks begin as they are
             self.sharded.shards[name] /= factor  # so that the whole network is the one that was given
         with comm.ledger.purpose("start"):
             self.model = self._narrow_network(self.sharded.deal(self.units))
