@@ -240,21 +240,25 @@ def test_the_network_at_the_start_is_the_one_that_was_given(spec: str) -> None:
             torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=0)
 
 
+VIT = seeded(5, lambda: registry.build("models", "vit(patch=4, width=8, depth=2, heads=4)", (1, 8, 8), 3))
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_blocks_begin_as_they_were_given_and_count_for_their_share_in_the_whole_network(ranks: int) -> None:
-    """As with stochastic depth. Branches n times as large would drown the stream that they are added to."""
+@pytest.mark.parametrize("model", [RESNET, VIT], ids=["resnet", "vit"])
+@pytest.mark.parametrize("cut", ["units", "blocks"])
+def test_residual_branches_begin_with_their_share(cut: str, model: nn.Module, ranks: int) -> None:
+    """Of what was given, 1/n in the whole network; all else in it, and blocks in narrow networks, are as given."""
 
-    def at_start(comm: Comm) -> tuple[Weights, Weights, list[str]]:
-        made = trainer(comm, "ist(cut=blocks)", RESNET)
-        return weights(made.model), weights(made.consolidate()), made.slices.axes[0].branch_ends
+    def at_start(comm: Comm) -> tuple[Weights, Weights]:
+        made = trainer(comm, f"ist(cut={cut})", model)
+        return weights(made.model), weights(made.consolidate())
 
-    given = RESNET.state_dict()
-    for narrow, whole, branch_ends in tw.simulate(at_start, ranks=ranks):
-        assert len(narrow) < len(given)
-        assert same(narrow, {name: given[name] for name in narrow})
-        share = max(1 / ranks, 1 / 3)  # of three blocks, each rank has one at least
+    given, blocks = model.state_dict(), residual_blocks_of(model)
+    share = max(1 / ranks, 1 / blocks.size) if cut == "blocks" else 1 / ranks  # each rank has one block at least
+    for narrow, whole in tw.simulate(at_start, ranks=ranks):
+        assert cut == "units" or same(narrow, {name: given[name] for name in narrow})
         for name, tensor in given.items():
-            expected = tensor * share if name in branch_ends else tensor
+            expected = tensor * share if name in blocks.branch_ends else tensor
             torch.testing.assert_close(whole[name], expected, rtol=1e-6, atol=0)
 
 

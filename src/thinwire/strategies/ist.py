@@ -26,7 +26,7 @@ from thinwire.strategies.ist_shares import Shares, UnitShares, count_subnets
 from thinwire.strategies.learner import Learner, Recipe
 from thinwire.strategies.series import Series
 from thinwire.surgery.meta import copy_non_persistent_buffers
-from thinwire.surgery.narrow import eval_scales, narrow_network
+from thinwire.surgery.narrow import eval_scales, narrow_network, start_scales
 from thinwire.surgery.slices import UnitIndices
 from thinwire.surgery.unit_assignment import assign_units
 
@@ -90,8 +90,8 @@ class IST(Strategy):
         self.whole = WholeNetwork(model, self.sharded, whole_gb, calibration, recipe.autocast)
         self.round, self.steps_in_round = 0, 0  # steps that this rank trained or skipped
         self.units = self._assign_units()
-        for name, factor in self._eval_scales().items() if cut == "units" else ():  # blocks begin as they are
-            self.sharded.shards[name] /= factor  # so that the whole network is the one that was given
+        for name, factor in start_scales(model, self.slices, self.units).items() if self._is_scaled else ():
+            self.sharded.shards[name] /= factor
         with comm.ledger.purpose("start"):
             self.model = self._narrow_network(self.sharded.deal(self.units))
         self.learner, self.exchange = Learner(self.model, recipe, optimizer_replaced_by="ist"), NoExchange(self.model)
@@ -193,8 +193,11 @@ class IST(Strategy):
 
     def _eval_scales(self, all_axes: bool = False) -> Factors:
         """1/n for tensors that sum over units, with scale=eval: their sums have n times as many terms in the whole."""
-        is_scaled = self.scale == "eval" and self.comm.size > 1
-        return eval_scales(self.slices, self.units, all_axes) if is_scaled else {}
+        return eval_scales(self.slices, self.units, all_axes) if self._is_scaled else {}
+
+    @property
+    def _is_scaled(self) -> bool:
+        return self.scale == "eval" and self.comm.size > 1
 
     # ---- states
 
