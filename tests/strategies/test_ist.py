@@ -28,7 +28,7 @@ from thinwire.exchange.sharded import Contribution, ShardedTensors
 from thinwire.strategies.ist_shares import balance
 from thinwire.surgery.axes.find import axes_of
 from thinwire.surgery.axes.residual import residual_blocks_of
-from thinwire.surgery.slices import Slices
+from thinwire.surgery.slices import Slices, take_slice
 from thinwire.surgery.unit_assignment import assign_units
 
 
@@ -229,7 +229,7 @@ def test_what_nobody_has_stays_as_it_is_and_nobody_shares_a_unit(cut: str, ranks
     assert all(tw.simulate(lambda comm: what_moved(comm, cut), ranks=ranks))
 
 
-@pytest.mark.parametrize("spec", ["ist", "ist(scale=train)", "ist(cut=blocks)"])
+@pytest.mark.parametrize("spec", ["ist", "ist(scale=train)", "ist(cut=blocks, scale=train)", "ist(subnets=2)"])
 def test_the_network_at_the_start_is_the_one_that_was_given(spec: str) -> None:
     torch.manual_seed(0)
     model = RESNET if "blocks" in spec else MLP
@@ -238,6 +238,76 @@ def test_the_network_at_the_start_is_the_one_that_was_given(spec: str) -> None:
         assert found.keys() == model.state_dict().keys()
         for name, tensor in model.state_dict().items():
             torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=0)
+
+
+VIT = seeded(5, lambda: registry.build("models", "vit(patch=4, width=8, depth=2, heads=4)", (1, 8, 8), 3))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("model", [RESNET, VIT], ids=["resnet", "vit"])
+@pytest.mark.parametrize("cut", ["units", "blocks"])
+def test_residual_branches_begin_with_their_share(cut: str, model: nn.Module, ranks: int) -> None:
+    """Of what was given, 1/n in the whole network; all else in it, and blocks in narrow networks, are as given."""
+
+    def at_start(comm: Comm) -> tuple[Weights, Weights]:
+        made = trainer(comm, f"ist(cut={cut})", model)
+        return weights(made.model), weights(made.consolidate())
+
+    given, blocks = model.state_dict(), residual_blocks_of(model)
+    share = max(1 / ranks, 1 / blocks.size) if cut == "blocks" else 1 / ranks  # each rank has one block at least
+    for narrow, whole in tw.simulate(at_start, ranks=ranks):
+        assert cut == "units" or same(narrow, {name: given[name] for name in narrow})
+        for name, tensor in given.items():
+            expected = tensor * share if name in blocks.branch_ends else tensor
+            torch.testing.assert_close(whole[name], expected, rtol=1e-6, atol=0)
+
+
+# ---- fewer narrow networks than ranks
+
+
+def trained(comm: Comm, spec: str, num_steps: int = 7) -> Weights:
+    made = trainer(comm, spec, optimizer=plain)
+    for batch in batches(num_steps, seed=comm.rank):
+        made.step(batch)
+    made.end_epoch()
+    return weights(made.consolidate())
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_one_narrow_network_for_all_ranks_is_local_sgd(world: World, ranks: int) -> None:
+    for found, expected in zip(
+        world(trained, ranks, "ist(subnets=1, local_steps=3)"), world(trained, ranks, "local_sgd(every=3)"), strict=True
+    ):
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def trained_together(comm: Comm, spec: str) -> tuple[Weights, Weights, list[list[Tensor]]]:
+    """What this rank made of its narrow network in one round, what was collected, and the units of each rank."""
+    made = trainer(comm, spec, NORMED)
+    for batch in batches(2 + comm.rank, shape=(1, 6, 6), seed=comm.rank):
+        made.step(batch)
+    own = weights(made.model)
+    made._collect_slices()
+    with torch.no_grad():
+        return own, dict(made.sharded.gather()), made.units
+
+
+@pytest.mark.parametrize("state", ["carry", "reset"])
+def test_ranks_with_the_same_narrow_network_average_it_by_steps(state: str) -> None:
+    spec = f"ist(subnets=2, local_steps=9, scale=train, optimizer_state={state})"
+    results = tw.simulate(lambda comm: trained_together(comm, spec), ranks=4)
+    slices, (_, whole, units) = Slices(NORMED, axes_of(NORMED)), results[0]
+    for rank in (0, 1):
+        assert all(one.equal(other) for one, other in zip(units[rank], units[rank + 2], strict=True))
+        (one, _, _), (other, _, _) = results[rank], results[rank + 2]
+        divided = [name for name in one if slices.is_divided(name)]
+        assert len(divided) > 5
+        for name in divided:
+            mean = ((2 + rank) * one[name] + (4 + rank) * other[name]) / (6 + 2 * rank)
+            index = slices.slice_index(name, units[rank])
+            assert index is not None
+            torch.testing.assert_close(take_slice(whole[name], index), mean)
 
 
 # ---- bytes and memory
@@ -271,15 +341,18 @@ def formula(sharded: ShardedTensors, old: list[list[Tensor]], new: list[list[Ten
     return total
 
 
-@pytest.mark.parametrize(("spec", "optimizer", "kinds"), [
-    ("ist(local_steps=4, optimizer_state=reset)", decayed_sgd, 1), ("ist(local_steps=4)", decayed_sgd, 2),
-    ("ist(local_steps=4)", adamw, 3), ("ist(local_steps=4)", plain, 1),
+@pytest.mark.parametrize(("spec", "optimizer", "kinds", "subnets"), [
+    ("ist(local_steps=4, optimizer_state=reset)", decayed_sgd, 1, 4), ("ist(local_steps=4)", decayed_sgd, 2, 4),
+    ("ist(local_steps=4)", adamw, 3, 4), ("ist(local_steps=4)", plain, 1, 4),
+    ("ist(local_steps=4, subnets=2)", decayed_sgd, 2, 2),
 ])  # fmt: skip
-def test_a_round_sends_a_slice_each_way_and_nothing_else(world: World, spec: str, optimizer: Any, kinds: int) -> None:
+def test_a_round_sends_a_slice_each_way_and_nothing_else(
+    world: World, spec: str, optimizer: Any, kinds: int, subnets: int
+) -> None:
     ranks, num_rounds = 4, 4
     results = world(sent, ranks, spec, optimizer, num_rounds)
     h, d, c = 256, 6, 3
-    subnet = d * h / ranks + h * (h + 1) / ranks**2 + (h + 1) * c / ranks + (2 * h + 1) / ranks + c
+    subnet = d * h / subnets + h * (h + 1) / subnets**2 + (h + 1) * c / subnets + (2 * h + 1) / subnets + c
     published = 2 * (ranks - 1) / ranks * 4 * subnet * kinds
     mean = sum(sum(counted) for counted, _, _ in results) / sum(len(counted) for counted, _, _ in results)
     assert mean == pytest.approx(published, rel=0.05)  # the deal is random, and the report is 48 bytes
@@ -682,8 +755,8 @@ def test_blocks_may_be_fewer_than_ranks() -> None:
 
 
 def stop_and_go(comm: Comm) -> tuple[Weights, Weights]:
-    """Stop in mid-round with unequal steps, shares of its own and another seed."""
-    spec = "ist(local_steps=4, shares=[2, 1], seed=5)"
+    """Stop in mid-round with unequal steps, shares and another seed; of four ranks, two train the same network each."""
+    spec = "ist(local_steps=4, shares=[2, 1], seed=5, subnets=2)"
 
     def go(made: Any, first: int, last: int) -> None:
         for i, batch in enumerate(batches(9, shape=(1, 6, 6), seed=comm.rank)[first:last], first):
@@ -693,14 +766,15 @@ def stop_and_go(comm: Comm) -> tuple[Weights, Weights]:
     go(straight, 0, 6)
     saved = copy.deepcopy(straight.state_dict())
     go(straight, 6, 9)
-    after = trainer(comm, "ist(local_steps=4)", NORMED, adamw)
+    after = trainer(comm, "ist(local_steps=4, subnets=2)", NORMED, adamw)
     after.load_state_dict(saved)
     go(after, 6, 9)
     return weights(straight.consolidate()), weights(after.consolidate())
 
 
-def test_unequal_shares_and_steps_resume_exactly() -> None:
-    for straight, resumed in tw.simulate(stop_and_go, ranks=2):
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_unequal_shares_and_steps_resume_exactly(ranks: int) -> None:
+    for straight, resumed in tw.simulate(stop_and_go, ranks=ranks):
         assert same(straight, resumed)
 
 
@@ -801,6 +875,10 @@ def test_bad_options_say_what_is_possible() -> None:
         ("ist(scale=norm)", MLP, "no norm follows 2.weight; try scale=eval"),
         ("ist(shares=[1, 2])", MLP, r"shares=\[1.0, 2.0\] for 3 ranks"),
         ("ist(shares=[1, 0, 2])", MLP, "shares"),
+        ("ist(subnets=4)", MLP, "subnets=4 for 3 ranks; possible: 1 to 3"),
+        ("ist(subnets=0)", MLP, "subnets"),
+        ("ist(subnets=2, shares=measured)", MLP, "shares=measured.*leave subnets out"),
+        ("ist(subnets=2, shares=[1, 2, 3])", MLP, r"shares=\[1.0, 2.0, 3.0\] for 2 narrow networks"),
         ("ist(local_steps=0)", MLP, "local_steps"),
         ("ist(cut=blocks)", MLP, "no residual blocks"),
     ):
@@ -847,7 +925,7 @@ def test_a_state_of_other_ranks_or_moments_is_refused() -> None:
     saved = tw.simulate(lambda comm: trainer(comm, "ist").state_dict(), ranks=2)[0]
     with pytest.raises(tw.RunError, match="another number of ranks"):
         tw.simulate(lambda comm: trainer(comm, "ist").load_state_dict(saved), ranks=3)
-    for spec in ("ist(local_steps=3)", "ist(scale=train)"):
+    for spec in ("ist(local_steps=3)", "ist(scale=train)", "ist(subnets=1)"):
         with pytest.raises(tw.RunError, match="local_steps, cut, scale"):
             tw.simulate(lambda comm, spec=spec: trainer(comm, spec).load_state_dict(saved), ranks=2)
     with pytest.raises(tw.RunError, match="another optimizer"):

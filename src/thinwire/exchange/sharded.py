@@ -110,8 +110,8 @@ class ShardedTensors:
     ) -> list[Contribution]:
         """Every rank's slice back into the shards; returns the contributions of all ranks. Collective.
 
-        Elements that no rank had stay as they are. Those that several had become their mean, weighted by the steps that
-        each trained for. The slice is emptied, to save memory.
+        Elements that no rank had stay as they are. Tensors that all ranks had, and slices of ranks with the same units,
+        become their mean, weighted by the steps that each trained for. The slice is emptied, to save memory.
         """
         routes = self._routes(units)
         outgoing = [[CONTRIBUTION, *parts] for parts in routes.from_shards]
@@ -120,18 +120,16 @@ class ShardedTensors:
         slice_.clear()
         received = exchange_pieces(buffer.pop(), outgoing, expected, self.comm)  # popped, so that nothing keeps it
         contributions = [Contribution(*row) for row in torch.stack([some[0] for some in received]).tolist()]
-        copies: dict[str, list[tuple[float, Tensor]]] = {}  # of tensors that several ranks have, by the first's name
-        targets: dict[str, tuple[Tensor, SliceIndex]] = {}
-        for done, parts, data_of_parts in zip(contributions, expected, received, strict=True):
+        copies: dict[tuple[str, int], list[tuple[float, Tensor]]] = {}  # by the first name, and whose units they have
+        targets: dict[tuple[str, int], tuple[Tensor, SliceIndex]] = {}
+        for own_units, done, parts, data_of_parts in zip(units, contributions, expected, received, strict=True):
             for part, data in zip(parts[1:], data_of_parts[1:], strict=True):
                 name = part.names[0] if isinstance(part, Run) else part.name
-                if self.slices.is_divided(name):
-                    put_slice(self._tensor_of(part), part.slice_index, data)
-                else:
-                    copies.setdefault(name, []).append((done.steps, data))
-                    targets[name] = self._tensor_of(part), part.slice_index
-        for name, of_ranks in copies.items():
-            put_slice(*targets[name], _weighted_mean(of_ranks))
+                key = name, id(own_units) if self.slices.is_divided(name) else 0
+                copies.setdefault(key, []).append((done.steps, data))
+                targets[key] = self._tensor_of(part), part.slice_index
+        for key, of_ranks in copies.items():
+            put_slice(*targets[key], _weighted_mean(of_ranks))
         return contributions
 
     def _packed_slice(

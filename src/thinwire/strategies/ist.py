@@ -22,11 +22,11 @@ from thinwire.exchange.streamed import Factors
 from thinwire.exchange.whole_network import WholeNetwork
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.ist_setup import Cut, Scale, device_of, find_slices, shard_model
-from thinwire.strategies.ist_shares import Shares, UnitShares
+from thinwire.strategies.ist_shares import Shares, UnitShares, count_subnets
 from thinwire.strategies.learner import Learner, Recipe
 from thinwire.strategies.series import Series
 from thinwire.surgery.meta import copy_non_persistent_buffers
-from thinwire.surgery.narrow import eval_scales, narrow_network
+from thinwire.surgery.narrow import eval_scales, narrow_network, start_scales
 from thinwire.surgery.slices import UnitIndices
 from thinwire.surgery.unit_assignment import assign_units
 
@@ -39,10 +39,11 @@ class IST(Strategy):
     Each round, the units I_l of every hidden layer l are assigned to the ranks at random. Rank w makes a network of its
     slices W_l[I_l^w, I_{l−1}^w], as deep as the whole one, and trains it for `local_steps` steps on its own data. Then
     the slices are collected into shards, of which every rank keeps one. Elements whose two units are on different ranks
-    stay in their shard as they are; tensors that all ranks have are averaged. Wire bytes per rank and round, of n
-    ranks: 2(n−1)/n·4·P_sub, of P_sub elements of a narrow network (of an MLP with layers h: h₀h₁/n + Σ h_l·h_{l+1}/n² +
-    h_L·C/n), and as much again for each moment that is carried. Memory per rank: P_sub·(2 + s) + P/n·(1 + s if
-    carried), of s moments per parameter. The tensors of the model that you give are taken out of it.
+    stay in their shard as they are; tensors that all ranks have are averaged. With fewer `subnets` than ranks, several
+    ranks train the same narrow network, and average it; with one subnet for all, this is local SGD. Wire bytes per rank
+    and round, of n ranks: 2(n−1)/n·4·P_sub, of P_sub elements of a narrow network (of an MLP with layers h: h₀h₁/n +
+    Σ h_l·h_{l+1}/n² + h_L·C/n), and as much again for each moment that is carried. Memory per rank: P_sub·(2 + s) +
+    P/n·(1 + s if carried), of s moments per parameter. The tensors of the model that you give are taken out of it.
 
     Yuan et al., "Distributed Learning of Fully Connected Neural Networks using Independent Subnet Training", VLDB 2022.
     Blocks: Dun et al., "ResIST: Layer-Wise Decomposition of ResNets for Distributed Training", 2022.
@@ -53,7 +54,7 @@ class IST(Strategy):
 
     series: ClassVar = {
         "shares": Series(
-            "Shares of the units", "lines", "The part of the units that each rank was assigned, after each epoch."
+            "Shares of the units", "lines", "The part of the units of each narrow network, after each epoch."
         )
     }
 
@@ -66,18 +67,21 @@ class IST(Strategy):
         *,
         local_steps: PositiveInt = 16,  # τ: steps of a round; higher = fewer bytes, units mix less often
         cut: Cut = "units",  # units = hidden units, channels and attention heads; blocks = whole residual blocks
+        subnets: PositiveInt
+        | None = None,  # different narrow networks; default: one a rank; fewer = ranks average them
         scale: Scale = "eval",  # train = units ×n in training; eval = units ×1/n in the whole network; norm = by norms
         optimizer_state: Literal["carry", "reset"] = "carry",  # carry = moments move with units; reset = begin at 0
-        shares: Shares = "equal",  # units per rank: equal, measured (by speed), or a list of weights, as [2, 1]
+        shares: Shares = "equal",  # units per network: equal, measured (by speed), or a list of weights, as [2, 1]
         calibration: NonNegativeInt = 8,  # batches that each rank keeps to measure BatchNorm's statistics; 0 = none
         whole_gb: PositiveFloat | None = None,  # largest model, in GB, that a rank puts together; default: what is free
         seed: Annotated[int, Field(ge=0)] = 0,  # random seed for the assignment of units
     ) -> None:
         self.comm, self.shard = comm, Shard(comm.rank, comm.size)
         self.local_steps, self.scale, self.seed = local_steps, scale, seed
-        self.options = [local_steps, cut, scale]  # that a saved state must agree with
-        self.shares = UnitShares(shares, comm.size)
-        self.skeleton, self.slices = model, find_slices(model, comm.size, cut, scale)
+        num_subnets = count_subnets(subnets, comm.size)
+        self.options = [local_steps, cut, scale, num_subnets]  # that a saved state must agree with
+        self.shares = UnitShares(shares, num_subnets, comm.size)
+        self.skeleton, self.slices = model, find_slices(model, num_subnets, cut, scale)
         device, carries = device_of(model), optimizer_state == "carry" or comm.size == 1
         carried = {name: p for name, p in model.named_parameters() if p.requires_grad} if carries else {}
         moments = probe_moments(recipe.optimizer, carried, device)  # may raise, so before the model is emptied
@@ -86,9 +90,9 @@ class IST(Strategy):
         self.whole = WholeNetwork(model, self.sharded, whole_gb, calibration, recipe.autocast)
         self.round, self.steps_in_round = 0, 0  # steps that this rank trained or skipped
         self.units = self._assign_units()
-        for name, factor in self._eval_scales().items():
-            self.sharded.shards[name] /= factor  # so that the whole network is the one that was given
-        with comm.ledger.purpose("start"):
+        for name, factor in start_scales(model, self.slices, self.units).items() if self._is_scaled else ():
+            self.sharded.shards[name] /= factor
+        with comm.ledger.purpose("start", instead_of="train"):
             self.model = self._narrow_network(self.sharded.deal(self.units))
         self.learner, self.exchange = Learner(self.model, recipe, optimizer_replaced_by="ist"), NoExchange(self.model)
 
@@ -139,8 +143,10 @@ class IST(Strategy):
         self.moments.collect(moments, self.units, contribution)
 
     def _assign_units(self) -> list[UnitIndices]:
-        """I_l^w: the units of each axis l that each rank w has in this round."""
-        return assign_units([axis.size for axis in self.slices.axes], self.shares.weights, self.seed, self.round)
+        """I_l^w: the units of each axis l that each rank w has in this round; one list for all ranks of a subnet."""
+        sizes = [axis.size for axis in self.slices.axes]
+        of_subnets = assign_units(sizes, self.shares.weights, self.seed, self.round)
+        return [of_subnets[rank % len(of_subnets)] for rank in range(self.comm.size)]
 
     def _narrow_network(self, slice_: dict[str, Tensor]) -> nn.Module:
         own_units = self.units[self.comm.rank]
@@ -187,8 +193,11 @@ class IST(Strategy):
 
     def _eval_scales(self, all_axes: bool = False) -> Factors:
         """1/n for tensors that sum over units, with scale=eval: their sums have n times as many terms in the whole."""
-        is_scaled = self.scale == "eval" and self.comm.size > 1
-        return eval_scales(self.slices, self.units, all_axes) if is_scaled else {}
+        return eval_scales(self.slices, self.units, all_axes) if self._is_scaled else {}
+
+    @property
+    def _is_scaled(self) -> bool:
+        return self.scale == "eval" and self.comm.size > 1
 
     # ---- states
 
@@ -196,15 +205,15 @@ class IST(Strategy):
         return {
             "learner": self.learner.state_dict(), "shards": self.sharded.shards, "moments": self.moments.state_dict(),
             "inputs": list(self.whole.inputs), "shares": self.shares.state_dict(), "round": self.round,
-            "steps_in_round": self.steps_in_round, "seed": self.seed, "options": self.options,
+            "steps_in_round": self.steps_in_round, "seed": self.seed, "options": self.options, "ranks": self.comm.size,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        is_same_world = len(state["shares"]["weights"]) == self.comm.size
-        if not is_same_world or state["moments"]["shards"].keys() != self.moments.by_kind.keys():
+        if state.get("ranks") != self.comm.size or state["moments"]["shards"].keys() != self.moments.by_kind.keys():
             raise RunError("the saved state is of another number of ranks or another optimizer; use the same ones")
         if state["options"] != self.options:
-            raise RunError(f"the saved state is of (local_steps, cut, scale) {state['options']}, not {self.options}")
+            names = "(local_steps, cut, scale, subnets)"
+            raise RunError(f"the saved state is of {names} {state['options']}, not {self.options}")
         self.round, self.steps_in_round, self.seed = state["round"], state["steps_in_round"], state["seed"]
         self.shares.load_state_dict(state["shares"])
         self.sharded.load_shards(state["shards"])

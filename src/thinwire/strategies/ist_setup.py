@@ -55,7 +55,7 @@ def shard_model(model: nn.Module, slices: Slices, comm: Comm, device: torch.devi
     given = {name: t for name, t in to_meta(model).items() if not t.is_meta}
     if comm.rank == 0 and len(given) < len(slices.tensors):
         given = initial_tensors(model, device) | given
-    with comm.ledger.purpose("start"):
+    with comm.ledger.purpose("start", instead_of="train"):
         sharded.scatter(given)
         own = [sharded.shard_of(name, tensor) for name, tensor in given.items()]
         say_if_changed(own, [sharded.shards[name] for name in given], comm)

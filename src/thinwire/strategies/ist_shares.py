@@ -16,15 +16,27 @@ from thinwire.exchange.sharded import Contribution
 Shares = Literal["equal", "measured"] | list[PositiveFloat]
 
 
-class UnitShares:
-    """The share of each rank, and what this rank has done in the current round."""
+def count_subnets(subnets: int | None, num_ranks: int) -> int:
+    """The number of different narrow networks in a round: the one that was asked for, or one for each rank."""
+    if subnets is not None and subnets > num_ranks:
+        raise UsageError(f"ist: subnets={subnets} for {num_ranks} ranks; possible: 1 to {num_ranks}")
+    return subnets or num_ranks
 
-    def __init__(self, shares: Shares, num_ranks: int) -> None:
+
+class UnitShares:
+    """The share of each narrow network, and what this rank has done in the current round."""
+
+    def __init__(self, shares: Shares, num_subnets: int, num_ranks: int) -> None:
         self.is_measured = shares == "measured"
-        self.weights = [1.0] * num_ranks if isinstance(shares, str) else [float(share) for share in shares]
-        if len(self.weights) != num_ranks:
+        self.weights = [1.0] * num_subnets if isinstance(shares, str) else [float(share) for share in shares]
+        owners = "ranks" if num_subnets == num_ranks else "narrow networks"
+        if len(self.weights) != num_subnets:
             raise UsageError(
-                f"ist: shares={self.weights} for {num_ranks} ranks; give one number for each rank, as [2, 1] for two"
+                f"ist: shares={self.weights} for {num_subnets} {owners}; give one number for each, as [2, 1] for two"
+            )
+        if self.is_measured and num_subnets < num_ranks:
+            raise UsageError(
+                "ist: shares=measured, but ranks with one narrow network have equal shares; leave subnets out"
             )
         self.begin_round()
 

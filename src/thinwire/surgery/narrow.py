@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from thinwire.surgery.axes.axis import Axis
-from thinwire.surgery.axes.residual import ResidualBlocks
+from thinwire.surgery.axes.residual import ResidualBlocks, find_residual_blocks
 from thinwire.surgery.meta import with_tensors
 from thinwire.surgery.slices import Slices, UnitIndices, unit_users
 
@@ -87,6 +87,22 @@ def eval_scales(slices: Slices, unit_indices: Sequence[UnitIndices], all_axes: b
     for number, axis in enumerate(slices.axes):
         if axis.normed and not all_axes:
             continue
-        share = sum(len(units[number]) for units in unit_indices) / (len(unit_indices) * axis.size)
+        share = _mean_share(axis, [units[number] for units in unit_indices])
         scales |= {name: share * scales.get(name, 1.0) for name in unit_users(axis)}
     return scales
+
+
+def start_scales(model: nn.Module, slices: Slices, unit_indices: Sequence[UnitIndices]) -> dict[str, float]:
+    """What the tensors of a given network are divided by at the start.
+
+    By `eval_scales`, so that the whole network is the given one; but its residual branches begin with 1/n of their
+    size. What a branch adds to the stream changes with every assignment, and large branches would drown the stream.
+    """
+    scales = eval_scales(slices, unit_indices)
+    share = _mean_share(slices.axes[0], [units[0] for units in unit_indices])
+    return scales | {name: scales.get(name, 1.0) / share for name in find_residual_blocks(model).branch_ends}
+
+
+def _mean_share(axis: Axis | ResidualBlocks, of_ranks: Sequence[Tensor]) -> float:
+    """The part of an axis' units that a rank has, on average."""
+    return sum(len(units) for units in of_ranks) / (len(of_ranks) * axis.size)

@@ -30,14 +30,20 @@ class ResidualBlocks:
 
 def residual_blocks_of(model: nn.Module) -> ResidualBlocks:
     """The residual blocks of a model: the outermost modules with `thinwire_branches`."""
+    found = find_residual_blocks(model)
+    if not found.size:
+        raise UsageError(
+            f"no residual blocks are found in {type(model).__name__}; a module that computes x + branch(x) declares "
+            'the tensors that end its branch: thinwire_branches = ["conv2.weight", "conv2.bias"]; or try cut=units'
+        )
+    return found
+
+
+def find_residual_blocks(model: nn.Module) -> ResidualBlocks:
+    """The residual blocks of a model, which may have none."""
     found: dict[str, tuple[str, ...]] = {}
     for name, module in model.named_modules():
         branches = getattr(module, "thinwire_branches", ())
         if branches and not any(name.startswith(f"{outer}.") for outer in found):
             found[name] = tuple(join_names(name, tensor) for tensor in branches)
-    if not found:
-        raise UsageError(
-            f"no residual blocks are found in {type(model).__name__}; a module that computes x + branch(x) declares "
-            'the tensors that end its branch: thinwire_branches = ["conv2.weight", "conv2.bias"]; or try cut=units'
-        )
     return ResidualBlocks(found)
