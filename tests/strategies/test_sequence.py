@@ -232,7 +232,7 @@ def made_recipe(schedule: Any, seam: Seam, epochs: int | None = 4, total: int | 
     """The learning-rate factors of the second part of a run whose factor is its step."""
     recipe = Recipe(nn.functional.cross_entropy, sgd, lambda step: float(step), epochs=total)
     parts = plan_parts([parse("alone"), parse("alone")], [6, 4] if total else [6], total)
-    made = recipe_of(parts[1], seam, recipe, schedule)
+    made = recipe_of(parts[1], seam, recipe, schedule, is_last=True)
     assert made.epochs == epochs
     return made.schedule
 
@@ -246,7 +246,7 @@ def test_learning_rates_of_a_part() -> None:
     assert [made_recipe("part", Seam(60), None, None)(step) for step in (0, 7)] == [0, 7]  # its beginning
     open_run = Recipe(nn.functional.cross_entropy, sgd, lambda step: float(step))
     first = plan_parts([parse("alone"), parse("alone")], [6], None)[0]
-    assert [recipe_of(first, Seam(), open_run, "part").schedule(step) for step in (0, 7)] == [0, 7]
+    assert [recipe_of(first, Seam(), open_run, "part", False).schedule(step) for step in (0, 7)] == [0, 7]
 
 
 def rates(comm: Comm, spec: str, total: int) -> list[float]:
@@ -270,6 +270,8 @@ def test_one_schedule_for_the_run_or_anew_in_each_part() -> None:
     assert of_run == [1 - step / 12 for step in range(12)]
     (of_parts,) = on_threads(rates, 1, spec_of(*parts, schedule="part"), 4)
     assert of_parts == [1 - step / 12 for step in (1, 3, 5, 7, 9, 11)] * 2
+    (restarted,) = on_threads(rates, 1, spec_of(*parts, schedule="restart"), 4)
+    assert restarted == [1 - step / 12 for step in (0, 1, 2, 3, 4, 5, 1, 3, 5, 7, 9, 11)]
 
 
 class Branches(nn.Module):

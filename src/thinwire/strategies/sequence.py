@@ -52,7 +52,7 @@ class Sequence(Strategy):
         *,
         parts: list[Spec],  # strategies in their order, as [data_parallel, local_sgd(every=4)]
         epochs: list[PositiveFloat] | None = None,  # of each part, or its share of the run; default: equal shares
-        schedule: Schedule = "run",  # of learning rates: run = one for the whole run, part = anew in each part
+        schedule: Schedule = "run",  # of learning rates: run = one for the run, part or restart = anew in each part
         hand_over: Literal["small", "whole"] = "small",  # after ab: small = its low-rank model, whole = full layers
         climb: NonNegativeFloat = 0.5,  # epochs in which the learning rate climbs where the optimizer begins anew
     ) -> None:
@@ -171,7 +171,8 @@ class Sequence(Strategy):
         self.shard, self.sees_loss = self.strategy.shard, self.strategy.sees_loss
 
     def _recipe(self, part: Part, seam: Seam, optimizers: OptimizerWatch) -> Recipe:
-        return replace(recipe_of(part, seam, self.recipe, self.schedule), optimizer=optimizers)
+        is_last = part.number == len(self.parts)
+        return replace(recipe_of(part, seam, self.recipe, self.schedule, is_last), optimizer=optimizers)
 
     def _rehearse(self, model: nn.Module, num_steps: int | None) -> None:
         """Find out before the first step whether each later part can begin."""

@@ -15,7 +15,7 @@ from thinwire.strategies.learner import Recipe
 from thinwire.strategies.sequence_parts import Part
 from thinwire.surgery.low_rank_model import LowRankLayers
 
-Schedule = Literal["run", "part"]
+Schedule = Literal["run", "part", "restart"]
 
 
 class Seam(NamedTuple):
@@ -26,19 +26,17 @@ class Seam(NamedTuple):
     layers: LowRankLayers = LowRankLayers({}, [])  # of the model that it got
 
 
-def recipe_of(part: Part, seam: Seam, run: Recipe, schedule: Schedule) -> Recipe:
+def recipe_of(part: Part, seam: Seam, run: Recipe, schedule: Schedule, is_last: bool) -> Recipe:
     """The recipe of a run, with the epochs and the learning rates of a part."""
-    return replace(run, epochs=part.epochs, schedule=_schedule(part.epochs, seam, run, schedule))
+    is_whole = schedule == "part" or (schedule == "restart" and is_last)
+    pace = run.epochs / part.epochs if is_whole and run.epochs and part.epochs else 1.0
+    return replace(
+        run, epochs=part.epochs, schedule=_schedule(run, seam, seam.steps_before if schedule == "run" else 0, pace)
+    )
 
 
-def _schedule(epochs: int | None, seam: Seam, run: Recipe, schedule: Schedule) -> Callable[[int], float]:
-    """From a step of a part to a factor of the learning rate.
-
-    "run": the factor of the same step of the run. "part": the whole schedule in the time of the part; if a length is
-    not known, its beginning.
-    """
-    before = seam.steps_before if schedule == "run" else 0
-    pace = run.epochs / epochs if schedule == "part" and run.epochs and epochs else 1.0
+def _schedule(run: Recipe, seam: Seam, before: int, pace: float) -> Callable[[int], float]:
+    """From a step of a part to a factor of the learning rate: that of the run after `before` steps, at some pace."""
 
     def factor(step: int) -> float:
         climbed = min(1.0, (step + 1) / (seam.climb + 1))
