@@ -88,7 +88,7 @@ class AB(Strategy):
         warmup: LengthOrZero | None = None,  # Wu: steps at full rank in the beginning; default: 2·S
         rebound: Length | None = None,  # D: steps at full rank after each average over groups; default: S·60/759
         climb: LengthOrZero | None = None,  # R: learning-rate warm-up after each change of phase; default: S·267/759
-        joint: LengthOrZero = 0,  # steps at the end in which all ranks train both factors together; 0 = the paper's run
+        joint: LengthOrZero | None = None,  # steps in which all train both factors, at the end; default: ½·(run − Wu)
         unit: Literal["steps", "epochs"] = "steps",  # of all lengths of phases: steps or epochs
         moments: Literal["rotate", "slice", "reset"] = "reset",  # optimizer state of a new phase: rotate, slice, reset
         calibration: NonNegativeInt = 8,  # batches that each rank keeps to measure BatchNorm's statistics; 0 = none
@@ -197,15 +197,15 @@ class AB(Strategy):
             )
         self.factoring.note_read_layers(self.model)
         whole = usual_copy(self.model)
-        has_statistics = self._has_statistics()
+        statistics_fit = self._statistics_fit()
         if self.phase == "ab":
             self._sync_groups(whole)
         average_buffers(whole, self.comm)
         if not factored:
             self.factoring.merge(whole)
         elif self.phase not in FACTORED or (self.phase == "ab" and self.sync == "full"):
-            has_statistics &= not self.factoring.decompose(whole)
-        if not has_statistics:
+            statistics_fit &= not self.factoring.decompose(whole)
+        if not statistics_fit:
             with self.comm.ledger.purpose("sync", instead_of="train"):
                 calibrate_batchnorm(whole, self.inputs, self.comm, self.learner.recipe.autocast)
         for layer in self.factoring.factored_layers(whole).values():
@@ -213,7 +213,7 @@ class AB(Strategy):
             layer.B.requires_grad_(True)
         return to_standard_modules(whole, self.factoring.layers_read_on_any_rank() if factored else ())
 
-    def _has_statistics(self) -> bool:
+    def _statistics_fit(self) -> bool:
         """Whether BatchNorm's running statistics are of the model that ranks have now, together: see `calibration`."""
         is_new = self.phase_start > 0 and self.learner.num_steps < self.phase_start + STEPS_TO_FORGET
         return not is_new and (self.phase != "ab" or len(self.groups.ranks) == 1)
