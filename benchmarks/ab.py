@@ -6,7 +6,7 @@
 The model is the published one, 134 M parameters for images of 32×32; the optimizer is that of the authors, who train
 for 150 epochs on 8 ranks and report 44.14 : 1:
 
-    python benchmarks/ab.py --data DIR "ab(group_size=4, sync_every=759, warmup=4330)" --epochs 150 --ranks 8
+    python benchmarks/ab.py --data DIR "ab(group_size=4, sync_every=759, warmup=4330, joint=0)" --epochs 150 --ranks 8
 
 To compare accuracy and bytes with data parallelism, give data_parallel as a SPEC too.
 """

@@ -127,7 +127,11 @@ def _ab_table() -> Table:
     exact, wide = Row("vgg", DP), Row("wide", f"{DP}(reducer=bf16)")
     sequences = [Row("vgg", AB_THEN_EXACT), Row("vgg", AB_THEN_BITS4)]
     small = [Row("vgg", AB), _joint("vgg", 0.3), *sequences]
-    smallest = [Row("wide", "ab(cutoff=0.15)"), _joint("wide", 0.15), Row("wide", "ab(energy=0.9, min_rank=8)")]
+    smallest = [
+        Row("wide", "ab(cutoff=0.15)"),
+        _joint("wide", 0.15),
+        Row("wide", "ab(cutoff=0.3, min_rank=16)", "ab(cutoff=0.3, min_rank=4)"),
+    ]
     goals = [
         Goal("a fifth of the bytes and 9 : 1 within 0.5 points", small, exact, points=0.5, sent=0.2, ratio=9),
         Goal("44 : 1 within 1.0 points", smallest, wide, points=1.0, ratio=44),

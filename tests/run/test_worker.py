@@ -325,7 +325,7 @@ FACTORED = {
     "checkpoint_every": 1,
     "keep": 99,
 }
-STOPS = {4: "warmup", 5: "ab", 7: "rebound", 8: "rebound"}  # the next step may be of another phase
+STOPS = {4: "warmup", 5: "ab", 7: "rebound", 8: "rebound", 17: "joint"}  # the next step may be of another phase
 
 
 def stop_in_every_phase(comm: Comm, folder: str) -> dict[str, Any]:
@@ -382,7 +382,7 @@ def check_factored(folder: Path, summary: dict[str, Any]) -> None:
         product = small[f"{name}.up.weight"] @ small[f"{name}.down.weight"]
         torch.testing.assert_close(product, whole[f"{name}.weight"], rtol=1e-5, atol=1e-6)
     row = read_rows(folder / "metrics.jsonl")[-1]
-    assert row["phase"] == "ab"
+    assert row["phase"] == "joint"
     assert {name for name, (rank, largest) in row["layer_ranks"].items() if rank < largest} == names
 
 

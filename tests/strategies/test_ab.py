@@ -7,6 +7,7 @@ import gc
 import itertools
 import weakref
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,17 +51,19 @@ def test_the_published_phase_boundaries() -> None:
 
 
 def test_phases_follow_from_the_length_of_the_run() -> None:
-    assert PhaseLengths().phases(150, 48) == Phases(warmup=1518, every=759, rebound=60, climb=267), (
+    assert PhaseLengths(joint=0).phases(150, 48) == Phases(warmup=1518, every=759, rebound=60, climb=267), (
         "the authors' S, D and R"
     )
-    assert PhaseLengths(warmup=4330).phases(150, 48) == PAPER
+    assert PhaseLengths(warmup=4330, joint=0).phases(150, 48) == PAPER
+    assert PhaseLengths(warmup=4330).phases(150, 48) == replace(PAPER, joint_start=5765), "half of what warm-up leaves"
     for epochs, epoch_steps in ((10, 22), (1, 40), (3, 5), (1, 3), (500, 1000)):
         phases = PhaseLengths().phases(epochs, epoch_steps)
         kinds = {phase for _, phase in phases.starts(epochs * epoch_steps)}
-        assert {"warmup", "ab"} <= kinds if epochs * epoch_steps < 10 else kinds == {"warmup", "ab", "rebound"}
+        all_kinds = {"warmup", "ab", "rebound", "joint"}
+        assert {"warmup", "ab"} <= kinds if epochs * epoch_steps < 10 else kinds == all_kinds
         assert 1 <= phases.rebound < phases.every
-    in_epochs = PhaseLengths(every=2, warmup=1.5, rebound=0.5, climb=0.1, unit="epochs").phases(9, 20)
-    assert in_epochs == Phases(warmup=30, every=40, rebound=10, climb=2)
+    in_epochs = PhaseLengths(every=2, warmup=1.5, rebound=0.5, climb=0.1, joint=2, unit="epochs").phases(9, 20)
+    assert in_epochs == Phases(warmup=30, every=40, rebound=10, climb=2, joint_start=140)
 
 
 def test_a_warmup_that_ends_at_a_sync_is_followed_by_a_whole_period() -> None:
@@ -125,7 +128,7 @@ def told(comm: Comm, num_steps: int | None) -> list[str]:
 
 def test_defaults_scale_to_the_run_and_a_length_not_told_is_found_out() -> None:
     told_before = tw.simulate(lambda comm: told(comm, 20), ranks=2)[0]
-    assert told_before == [Phases(8, 4, 1, 1).at(step) for step in range(40)]
+    assert told_before == [Phases(8, 4, 1, 1, joint_start=24).at(step) for step in range(40)]
     found_out = tw.simulate(lambda comm: told(comm, None), ranks=2)[0]
     assert found_out == ["warmup"] * 20 + told_before[20:], "full rank until the first epoch is over"
 
@@ -145,7 +148,7 @@ def epochs_of_other_lengths(comm: Comm) -> tuple[Phases | None, Phases | None, P
 def test_phases_stay_as_they_were_planned() -> None:
     """Whatever later epochs are like, and also when a resumed run has more of them."""
     (first, *others), *_ = tw.simulate(epochs_of_other_lengths, ranks=2)
-    assert first == Phases(8, 4, 1, 1)
+    assert first == Phases(8, 4, 1, 1, joint_start=24)
     assert others == [first, first]
 
 
@@ -427,13 +430,11 @@ def ruled(comm: Comm, rule: str) -> tuple[int, Tensor, bool]:
 
 
 def test_layers_get_the_rank_of_the_rule(world: World) -> None:
-    for rank, sigma, is_factored in world(ruled, 2, "energy=0.8"):
-        sums = sigma.square().cumsum(0) / sigma.square().sum()
-        assert sums[rank - 1] >= 0.8 > sums[rank - 2]
+    for rank, sigma, is_factored in world(ruled, 2, "cutoff=0.6"):
+        assert sigma[rank - 1] > 0.6 * sigma[0] >= sigma[rank]
         assert is_factored
     assert [rank for rank, _, _ in world(ruled, 2, "cutoff=0.9, min_rank=6")] == [6, 6]
-    assert [rank for rank, _, _ in world(ruled, 2, "energy=0.1, min_rank=7")] == [7, 7]
-    for spec in ("energy=0.99", "cutoff=0.9, min_rank=8", "energy=0.1, min_rank=99"):  # 8·(16 + 16) = 16·16
+    for spec in ("cutoff=0.01", "cutoff=0.9, min_rank=8", "cutoff=0.9, min_rank=99"):  # 8·(16 + 16) = 16·16
         assert [is_factored for _, _, is_factored in world(ruled, 2, spec)] == [False, False]
 
 
@@ -453,9 +454,9 @@ def test_a_layer_that_would_gain_nothing_stays_full_and_that_is_told(capsys: pyt
     messages._said.clear()
     assert tw.simulate(stays_full, ranks=2) == [(True, {"phase": "ab", "layer_ranks": {"3": [16, 16]}}, True)] * 2
     assert "thinwire: ab: with cutoff=0.01 no layer's rank is low enough" in capsys.readouterr().err
-    tw.simulate(lambda comm: ruled(comm, "energy=0.99, min_rank=2"), ranks=2)
-    assert "ab: with energy=0.99 and min_rank=2 no layer's rank is low enough" in (err := capsys.readouterr().err)
-    assert "try a lower energy, more weight decay or a longer run" in err
+    tw.simulate(lambda comm: ruled(comm, "cutoff=0.01, min_rank=2"), ranks=2)
+    assert "ab: with cutoff=0.01 and min_rank=2 no layer's rank is low enough" in (err := capsys.readouterr().err)
+    assert "try a higher cutoff, more weight decay or a longer run" in err
 
 
 def spread(comm: Comm, model: nn.Module) -> set[str]:
@@ -999,7 +1000,7 @@ def without_epochs(comm: Comm) -> None:
     strategy = ab(comm, "ab(cutoff=0.7)", epochs=2)
     steps(strategy, batches(5, 8))
     strategy.consolidate()
-    ab(comm, "ab(sync_every=30)", epochs=4).begin_epoch(20)
+    ab(comm, "ab(sync_every=30, joint=0)", epochs=4).begin_epoch(20)
 
 
 def test_what_will_not_happen_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -1162,13 +1163,7 @@ def test_groups_are_nodes_halves_or_of_a_given_size(ranks: int, nodes: int, spec
         ("ab(cutoff=0)", {}, "cutoff=0 is not possible: should be greater than 0"),
         ("ab(cutoff=1)", {}, "cutoff=1 is not possible: should be less than 1"),
         ("ab(cutoff=nan)", {}, "cutoff"),
-        ("ab(energy=1)", {}, "energy=1 is not possible: should be less than 1"),
         ("ab(min_rank=0)", {}, "min_rank=0 is not possible: should be greater than 0"),
-        (
-            "ab(cutoff=0.3, energy=0.9)",
-            {},
-            "ab: cutoff=0.3 and energy=0.9 are two rules for the same thing; give one of them",
-        ),
         ("ab(sync=mean)", {}, "sync='mean' is not possible: should be 'learned', 'stale' or 'full'"),
         ("ab", {"epochs": None}, "ab has phases, so it must know how long the run is: prepare"),
         ("ab(unit=epochs, sync_every=1)", {"epochs": None}, "must know how long the run is"),

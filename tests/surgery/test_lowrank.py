@@ -19,7 +19,7 @@ from thinwire.surgery.lowrank import (
     saves_parameters,
     set_factors,
 )
-from thinwire.surgery.rank_rule import RankRule, layer_rank_above, layer_rank_with_energy
+from thinwire.surgery.rank_rule import RankRule
 
 LAYERS = {
     "tall": nn.Linear(6, 20),
@@ -100,67 +100,27 @@ def test_a_times_b_is_w_for_any_matrix(m: int, n: int, rank: int, seed: int) -> 
     ],
 )
 def test_the_rank_rule_on_a_known_spectrum(sigma: list[float], cutoff: float, rank: int) -> None:
-    assert layer_rank_above(torch.tensor(sigma), cutoff) == rank
+    assert RankRule(cutoff).layer_rank(torch.tensor(sigma)) == rank
     u, v = (torch.linalg.qr(torch.randn(8, len(sigma), dtype=torch.float64))[0] for _ in range(2))
     found = decompose((u * torch.tensor(sigma)) @ v.T).sigma[: len(sigma)]
     if cutoff != 0.15 or len(sigma) < 5:  # on the edge itself the last bit decides
-        assert layer_rank_above(found, cutoff) == rank
-
-
-@pytest.mark.parametrize(
-    ("sigma", "energy", "rank"),
-    [
-        ([3.0, 1.0, 1.0, 1.0], 0.75, 1),  # 9 of 12, exactly what is asked for
-        ([3.0, 1.0, 1.0, 1.0], 0.76, 2),
-        ([3.0, 1.0, 1.0, 1.0], 0.999, 4),
-        ([1.0] * 10, 0.5, 5),
-        ([1.0, 0.0, 0.0], 0.999, 1),
-        ([0.0, 0.0], 0.5, 1),
-        ([7.0], 0.5, 1),
-        ([], 0.5, 0),
-    ],
-)
-def test_the_energy_rule_on_a_known_spectrum(sigma: list[float], energy: float, rank: int) -> None:
-    assert layer_rank_with_energy(torch.tensor(sigma), energy) == rank
-    assert RankRule(energy=energy).layer_rank(torch.tensor(sigma)) == rank
+        assert RankRule(cutoff).layer_rank(found) == rank
 
 
 spectra = st.lists(st.floats(0, 1e6, width=32), min_size=1, max_size=30).map(lambda s: sorted(s, reverse=True))
 shares = st.floats(0.001, 0.999)
 
 
-@given(spectra, shares, shares)
-def test_the_energy_rule_keeps_what_is_asked_for_and_no_more(spectrum: list[float], one: float, other: float) -> None:
-    sigma = torch.tensor(spectrum, dtype=torch.float64)
-    low, high = sorted((one, other))
-    rank = layer_rank_with_energy(sigma, high)
-    sums = sigma.square().cumsum(0)
-    assert 1 <= rank <= len(sigma)
-    assert sums[rank - 1] >= high * sums[-1]
-    assert rank == 1 or sums[rank - 2] < high * sums[-1], "the smallest of its kind"
-    assert layer_rank_with_energy(sigma, low) <= rank
-    assert layer_rank_above(sigma, high) <= layer_rank_above(sigma, low)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(2, 12), st.integers(2, 12), st.integers(0, 2**20), shares)
-def test_what_the_energy_rule_drops_of_a_matrix(m: int, n: int, seed: int, energy: float) -> None:
-    weight = torch.randn(m, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    up, sigma, down = decompose(weight)
-    rank = RankRule(energy=energy).layer_rank(sigma)
-    error = (weight - up[:, :rank] @ down[:rank]).norm() / weight.norm()
-    assert error.square() <= (1 - energy) + 1e-9
-
-
-@given(spectra, shares, st.booleans(), st.integers(1, 40))
-def test_no_layer_falls_below_the_smallest_rank(
-    spectrum: list[float], share: float, by_energy: bool, least: int
+@given(spectra, shares, shares, st.integers(1, 40))
+def test_a_higher_cutoff_keeps_no_more_and_no_layer_falls_below_the_smallest_rank(
+    spectrum: list[float], one: float, other: float, least: int
 ) -> None:
     sigma = torch.tensor(spectrum)
-    rule = RankRule(energy=share) if by_energy else RankRule(cutoff=share)
-    free, bounded = rule.layer_rank(sigma), rule._replace(min_rank=least).layer_rank(sigma)
-    assert bounded == max(free, min(least, len(sigma)))
-    assert rule._replace(min_rank=least).layer_rank(sigma[:0]) == 0, "no singular values: the layer has failed"
+    low, high = sorted((one, other))
+    free = RankRule(high).layer_rank(sigma)
+    assert 1 <= free <= RankRule(low).layer_rank(sigma) <= len(sigma)
+    assert RankRule(high, least).layer_rank(sigma) == max(free, min(least, len(sigma)))
+    assert RankRule(high, least).layer_rank(sigma[:0]) == 0, "no singular values: the layer has failed"
 
 
 def test_truncation_is_the_best_approximation_of_its_rank() -> None:

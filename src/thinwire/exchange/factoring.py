@@ -91,8 +91,7 @@ class Factoring:
         if not layer_ranks:
             say(
                 f"{self.owner}: with {self.rule} no layer's rank is low enough to make it smaller, so all layers stay "
-                f"full; try a {'higher cutoff' if self.rule.energy is None else 'lower energy'}, more weight decay or "
-                "a longer run",
+                "full; try a higher cutoff, more weight decay or a longer run",
                 self.comm.rank,
                 once=True,
             )

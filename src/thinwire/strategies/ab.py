@@ -38,7 +38,7 @@ from thinwire.surgery.low_rank_model import find_low_rank_layers
 from thinwire.surgery.lowrank import factor_layers
 from thinwire.surgery.memory_format import usual_copy
 from thinwire.surgery.moments import OptimizerState, copy_state
-from thinwire.surgery.rank_rule import make_rank_rule
+from thinwire.surgery.rank_rule import RankRule
 from thinwire.surgery.standard import to_standard_modules
 
 Share = Annotated[float, Field(gt=0, lt=1)]
@@ -82,15 +82,14 @@ class AB(Strategy):
         /,
         *,
         group_size: PositiveInt | None = None,  # ranks of a group; default: those of a node, or half of all ranks
-        cutoff: Share | None = None,  # drops singular values up to this share of the largest one; default: 0.15
-        energy: Share | None = None,  # instead of cutoff: keeps this share of the sum of squared singular values
+        cutoff: Share = 0.15,  # drops singular values up to this share of the largest one
         min_rank: PositiveInt = 1,  # smallest rank that a layer may get
         sync: Sync = "learned",  # what groups average: learned = trained factors, stale = all factors, full = products
         sync_every: Length | None = None,  # S: steps between two averages over groups; default: 0.105 of the run
         warmup: LengthOrZero | None = None,  # Wu: steps at full rank in the beginning; default: 2·S
         rebound: Length | None = None,  # D: steps at full rank after each average over groups; default: S·60/759
         climb: LengthOrZero | None = None,  # R: learning-rate warm-up after each change of phase; default: S·267/759
-        joint: LengthOrZero = 0,  # steps at the end in which all ranks train both factors together; 0 = the paper's run
+        joint: LengthOrZero | None = None,  # steps in which all train both factors, at the end; default: ½·(run − Wu)
         unit: Literal["steps", "epochs"] = "steps",  # of all lengths of phases: steps or epochs
         moments: Literal["rotate", "slice", "reset"] = "reset",  # optimizer state of a new phase: rotate, slice, reset
         calibration: NonNegativeInt = 8,  # batches that each rank keeps to measure BatchNorm's statistics; 0 = none
@@ -103,7 +102,7 @@ class AB(Strategy):
         self.phase: Phase = "warmup"
         self.phase_start = 0  # the first step of this phase
         self.num_epoch_steps = 0  # steps done in this epoch
-        self.factoring = make_factoring(model, comm, make_rank_rule("ab", cutoff, energy, min_rank), "ab")
+        self.factoring = make_factoring(model, comm, RankRule(cutoff, min_rank), "ab")
         self.layer_ranks: dict[str, int] = {}  # of the layers that were factored last
         replicate(model, comm)
         self.groups = make_groups(comm, group_size)
@@ -199,15 +198,15 @@ class AB(Strategy):
             say_if_unplanned(self.learner.num_steps, self.comm.rank)
         self.factoring.note_read_layers(self.model)
         whole = usual_copy(self.model)
-        has_statistics = self._has_statistics()
+        statistics_fit = self._statistics_fit()
         if self.phase == "ab":
             self._sync_groups(whole)
         average_buffers(whole, self.comm)
         if not factored:
             self.factoring.merge(whole)
         elif self.phase not in FACTORED or (self.phase == "ab" and self.sync == "full"):
-            has_statistics &= not self.factoring.decompose(whole)
-        if not has_statistics:
+            statistics_fit &= not self.factoring.decompose(whole)
+        if not statistics_fit:
             with self.comm.ledger.purpose("sync", instead_of="train"):
                 calibrate_batchnorm(whole, self.inputs, self.comm, self.learner.recipe.autocast)
         for layer in self.factoring.factored_layers(whole).values():
@@ -215,7 +214,7 @@ class AB(Strategy):
             layer.B.requires_grad_(True)
         return to_standard_modules(whole, self.factoring.layers_read_on_any_rank() if factored else ())
 
-    def _has_statistics(self) -> bool:
+    def _statistics_fit(self) -> bool:
         """Whether BatchNorm's running statistics are of the model that ranks have now, together: see `calibration`."""
         is_new = self.phase_start > 0 and self.learner.num_steps < self.phase_start + STEPS_TO_FORGET
         return not is_new and (self.phase != "ab" or len(self.groups.ranks) == 1)

@@ -17,6 +17,7 @@ LengthOrZero = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 SYNC_SHARE = 759 / 7200  # S as a part of the run
 REBOUND_SHARE = 60 / 759  # D as a part of S
 CLIMB_SHARE = 267 / 759  # R as a part of S
+JOINT_SHARE = 0.5  # length of the joint phase, as a part of what the warm-up leaves; chosen on held-out data
 WARMUP_SYNCS = 2  # Wu as a multiple of S; the authors' 5.7 would send most of the bytes of data parallelism
 
 
@@ -108,7 +109,7 @@ class PhaseLengths(NamedTuple):
         """The phases of a run of `epochs` epochs of `epoch_steps` steps.
 
         >>> PhaseLengths().phases(epochs=10, epoch_steps=100)
-        Phases(warmup=210, every=105, rebound=8, climb=37, joint_start=None)
+        Phases(warmup=210, every=105, rebound=8, climb=37, joint_start=605)
         >>> PhaseLengths(every=2, warmup=3, joint=4, unit="epochs").phases(epochs=10, epoch_steps=100)
         Phases(warmup=300, every=200, rebound=16, climb=70, joint_start=600)
         """
@@ -124,7 +125,7 @@ class PhaseLengths(NamedTuple):
         rebound = in_steps(self.rebound, every * REBOUND_SHARE, least=1)
         climb = in_steps(self.climb, every * CLIMB_SHARE, least=0)
         warmup = in_steps(self.warmup, warmup, least=0)
-        joint = in_steps(self.joint, 0, least=0)
+        joint = in_steps(self.joint, max(0, total - warmup) * JOINT_SHARE, least=0)
         if rebound >= every:
             raise UsageError(
                 f"ab: a rebound of {rebound} steps leaves none of the {every} steps between two syncs; try a shorter "
