@@ -93,7 +93,7 @@ def command(table: str, scale: ScaleName) -> str:
 def about(results: Results, scale: ScaleName) -> str:
     """What was trained, where, and when with which revision."""
     own = SCALES[scale]
-    images = f"{own.train:,} training images" if own.train else "all training images"
+    images = f"{own.train:,} training images" if own.train else "All training images"
     tested = f"tested on {own.held_out:,} other training images" if own.held_out else "tested on the test set"
     text = (
         f"{images}, {tested}, once, when training ends; {own.epochs} epochs, batch {own.batch_size} a rank, 4 ranks "

@@ -12,8 +12,9 @@ candidates, on training images that are held out: for choosing settings; its res
 With --minutes, a cell begins if it fits into what is left of them, the longest first. When none fits, the next one
 runs until an epoch's end, and goes on from its checkpoint in the next call. Where the machine is lost between calls,
 --pack writes results and checkpoints to FILE.0, FILE.1, … (8 of 16 MiB at most), and --unpack reads them into an empty
-DIR2; see packing.py for what fits. --render adds the results to docs/results.json and draws docs/results.md.
-THINWIRE_REVISION names the revision where there is no git. Hosts need root, or user namespaces.
+DIR2; see packing.py for what fits. Cells in a copy of docs/results.json as DIR2/results.json count as finished.
+--render adds the results to docs/results.json and draws docs/results.md. THINWIRE_REVISION names the revision where
+there is no git. Hosts need root, or user namespaces.
 """
 
 from __future__ import annotations
