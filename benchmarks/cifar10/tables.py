@@ -110,42 +110,39 @@ EXACT, BITS8, BITS4, BITS2, POWER = (
     ))
 )  # fmt: skip
 COMPRESSION = (EXACT, BITS8, BITS4, BITS2, POWER)
-AB = "ab(cutoff=0.3)"
-AB_THEN_EXACT = f"sequence([ab(cutoff=0.4), {DP}], [0.6, 0.4])"
-AB_THEN_BITS4 = f"sequence([ab(cutoff=0.4), {BITS4}], [0.6, 0.4])"
-IST_THEN_LOCAL = "sequence([ist(cut=blocks), local_sgd], [0.7, 0.3], schedule=part)"
+AB, AB_ALONE = "ab(cutoff=0.3)", "ab(cutoff=0.3, joint=0)"  # with a joint end, and as published
+AB_THEN_EXACT = f"sequence([ab(cutoff=0.4, joint=0), {DP}], [0.6, 0.4])"
+AB_THEN_BITS4 = f"sequence([ab(cutoff=0.4, joint=0), {BITS4}], [0.6, 0.4])"
+SUBNETS = "ist(cut=blocks, subnets=2)"
+IST_THEN_LOCAL = f"sequence([{SUBNETS}, local_sgd(every=16)], [0.6, 0.4], schedule=restart)"
 DASO = ("daso", "daso(warmup_epochs=1, cooldown_epochs=1)")  # at the full and at the small scale
 PERIODIC = ("local_sgd", "diloco", "diloco(fragments=4)")
 
 
-def _joint(model: str, cutoff: float) -> Row:
-    full, small = (f"ab(cutoff={cutoff}, joint={epochs}, unit=epochs)" for epochs in (6, 2))
-    return Row(model, full, small)
+def _ab(strategy: str, model: str = "vgg") -> Row:
+    """A row with ab; short runs of small networks need a higher cutoff."""
+    return Row(model, strategy, strategy.replace("cutoff=0.3", "cutoff=0.5").replace("cutoff=0.4", "cutoff=0.6"))
 
 
 def _ab_table() -> Table:
     exact, wide = Row("vgg", DP), Row("wide", f"{DP}(reducer=bf16)")
-    sequences = [Row("vgg", AB_THEN_EXACT), Row("vgg", AB_THEN_BITS4)]
-    small = [Row("vgg", AB), _joint("vgg", 0.3), *sequences]
-    smallest = [
-        Row("wide", "ab(cutoff=0.15)"),
-        _joint("wide", 0.15),
-        Row("wide", "ab(cutoff=0.3, min_rank=16)", "ab(cutoff=0.3, min_rank=4)"),
-    ]
+    small = [_ab(strategy) for strategy in (AB_ALONE, AB, "ab(cutoff=0.4)", AB_THEN_EXACT, AB_THEN_BITS4)]
+    wide_ones = ("ab(cutoff=0.15)", "ab(cutoff=0.3)", "ab(cutoff=0.3, min_rank=16)")
+    smallest = [_ab(strategy, "wide") for strategy in wide_ones]
     goals = [
         Goal("a fifth of the bytes and 9 : 1 within 0.5 points", small, exact, points=0.5, sent=0.2, ratio=9),
         Goal("44 : 1 within 1.0 points", smallest, wide, points=1.0, ratio=44),
     ]
-    candidates = [Row("vgg", "ab(cutoff=0.2)"), Row("vgg", "ab(cutoff=0.4)"), _joint("vgg", 0.4)]
+    candidates = [Row("vgg", "ab(cutoff=0.2)"), Row("vgg", "ab(cutoff=0.4, joint=0)"), Row("vgg", "ab(cutoff=0.5)")]
     return Table("AB-training: low-rank factors", [exact, *small, wide, *smallest], goals, candidates)
 
 
 def _ist_table() -> Table:
     local, narrow = Row("residual", "local_sgd"), Row("residual", "ist(cut=blocks)")
-    others = [narrow, Row("residual", "ist(local_steps=64)"), Row("residual", IST_THEN_LOCAL)]
+    others = [narrow, *(Row("residual", strategy) for strategy in (SUBNETS, "ist(local_steps=64)", IST_THEN_LOCAL))]
     mlp = [Row("mlp", strategy) for strategy in ("local_sgd", DP, "ist", "ist(local_steps=64)")]
     goals = [Goal("within 1.0 points of local_sgd", others, local, points=1.0)]
-    candidates = [Row("residual", "ist(cut=blocks)", lr=0.5), Row("residual", "ist(cut=blocks, local_steps=64)")]
+    candidates = [Row("residual", SUBNETS, lr=2.0), Row("residual", "ist(cut=blocks, local_steps=64)")]
     return Table("IST: narrow networks", [local, Row("residual", DP), *others, *mlp], goals, candidates)
 
 
@@ -176,9 +173,13 @@ def _pareto_table() -> Table:
     rows = [Row("main", DP), Row("main", DP, epochs=2 / 3), Row("main", DP, epochs=0.4)]
     rows += [Row("main", strategy) for strategy in (*COMPRESSION[1:], *PERIODIC)]
     rows += [Row("main", "diloco(fragments=4, reducer=maxnorm(bits=4))"), Row("main", *DASO)]
-    rows += [Row("main", "ist(cut=blocks)", "ist"), Row("main", "ist(local_steps=64)")]
-    rows += [Row("main", IST_THEN_LOCAL, IST_THEN_LOCAL.replace("ist(cut=blocks)", "ist"))]
-    rows += [Row("main", strategy) for strategy in (AB, AB_THEN_EXACT, AB_THEN_BITS4)]
+    rows += [Row("main", SUBNETS, "ist"), Row("main", "ist(local_steps=64)")]
+    rows += [Row("main", IST_THEN_LOCAL, IST_THEN_LOCAL.replace(SUBNETS, "ist(subnets=2)"))]
+    rows += [_ab(strategy, "main") for strategy in (AB, AB_THEN_EXACT, AB_THEN_BITS4)]
+    rows += [
+        Row("main", f"sequence([{DP}, local_sgd], [0.2, 0.8])"),
+        Row("main", f"sequence([{DP}, diloco], [0.2, 0.8])"),
+    ]
     return Table("All methods: accuracy against bytes between nodes", rows)
 
 
