@@ -15,9 +15,9 @@ from conditions import where
 from floor_render import markdown, with_section
 
 STYLE = """text { font: 13px sans-serif; fill: #333 } .title { font-weight: bold } .axis { stroke: #999 }
-.point { fill: #2a78d6 } .number { font-size: 10px; fill: #fff } @media (prefers-color-scheme: dark) {
+.point { fill: #2a78d6 } .sequence { fill: #c2521b } .front { stroke: #2a78d6; opacity: 0.5 } .number { font-size: 10px; fill: #fff } @media (prefers-color-scheme: dark) {
 text { fill: #ddd } .number { fill: #fff } }"""
-WIDTH, HEIGHT, LEFT, TOP, ROW = 460, 300, 50, 30, 18  # of the part with points; names are on its right
+WIDTH, HEIGHT, LEFT, TOP, ROW = 560, 340, 50, 30, 18  # of the part with points; names are on its right
 POINTS = 0.5  # that a row may be below the first one, and still counts as having reached its accuracy
 NOT_YET = "not measured yet"
 
@@ -160,7 +160,10 @@ def gigabytes(num_bytes: float) -> str:
 
 
 def picture(results: Results, scale: ScaleName, table: Table) -> str:
-    """Accuracy over bytes between nodes, on a logarithmic axis; points have the numbers of the table's rows."""
+    """Accuracy over bytes between nodes, on a logarithmic axis; points have the numbers of the table's rows.
+
+    Sequences have a colour of their own. If all rows are of one model, a line shows the Pareto front.
+    """
     own = [(i, one) for i, one in enumerate(lines(results, scale, table), 1) if one.found and one.between]
     if len(own) < 2:
         return ""
@@ -175,14 +178,29 @@ def picture(results: Results, scale: ScaleName, table: Table) -> str:
         parts.append(f'<text x="{LEFT - 6}" y="{y.at(value) + 4:.1f}" text-anchor="end">{value:.1f}</text>')
     for value in (x.low, (x.low + x.high) / 2, x.high):
         name = gigabytes(10**value)
-        parts.append(f'<text x="{x.at(value):.1f}" y="{HEIGHT - 20}" text-anchor="middle">{name}</text>')
+        anchor = "end" if value == x.high else "middle"
+        parts.append(f'<text x="{x.at(value):.1f}" y="{HEIGHT - 20}" text-anchor="{anchor}">{name}</text>')
+    if len({one.row.model for _, one in own}) == 1:
+        parts.append(front([(one.between, one.accuracy) for _, one in own], x, y))
     for k, (i, one) in enumerate(own):
         left, top = x.at(math.log10(one.between)), y.at(one.accuracy)
+        kind = "point sequence" if one.row.strategy.startswith("sequence") else "point"
         parts += [
-            f'<circle class="point" cx="{left:.1f}" cy="{top:.1f}" r="8"/>',
+            f'<circle class="{kind}" cx="{left:.1f}" cy="{top:.1f}" r="8"/>',
             f'<text class="number" x="{left:.1f}" y="{top + 3.5:.1f}" text-anchor="middle">{i}</text>',
             f'<text x="{WIDTH}" y="{TOP + ROW * k + 12}">{i}. {escape(label(one.cell))}</text>',
         ]
-    width = WIDTH + 640
+    width = WIDTH + 720
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
     return "\n".join([head, f"<style>{STYLE}</style>", *parts, "</svg>", ""])
+
+
+def front(points: list[tuple[float, float]], x: Axis, y: Axis) -> str:
+    """A stepped line through the points that no other one beats in both bytes and accuracy."""
+    path, best = "", -math.inf
+    for between, accuracy in sorted(points, key=lambda point: (point[0], -point[1])):
+        if accuracy > best:
+            left, top = x.at(math.log10(between)), y.at(accuracy)
+            path += f"H{left:.1f}V{top:.1f}" if path else f"M{left:.1f} {top:.1f}"
+            best = accuracy
+    return f'<path class="front" fill="none" d="{path}"/>'
