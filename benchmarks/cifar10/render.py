@@ -15,7 +15,8 @@ from conditions import where
 from floor_render import markdown, with_section
 
 STYLE = """text { font: 13px sans-serif; fill: #333 } .title { font-weight: bold } .axis { stroke: #999 }
-.point { fill: #2a78d6 } .sequence { fill: #c2521b } .front { stroke: #2a78d6; opacity: 0.5 } .number { font-size: 10px; fill: #fff } @media (prefers-color-scheme: dark) {
+.point { fill: #2a78d6 } .sequence { fill: #c2521b } .front { stroke: #2a78d6; opacity: 0.5 }
+.number { font-size: 10px; fill: #fff } @media (prefers-color-scheme: dark) {
 text { fill: #ddd } .number { fill: #fff } }"""
 WIDTH, HEIGHT, LEFT, TOP, ROW = 560, 340, 50, 30, 18  # of the part with points; names are on its right
 POINTS = 0.5  # that a row may be below the first one, and still counts as having reached its accuracy

@@ -115,6 +115,8 @@ AB_THEN_EXACT = f"sequence([ab(cutoff=0.4, joint=0), {DP}], [0.6, 0.4])"
 AB_THEN_BITS4 = f"sequence([ab(cutoff=0.4, joint=0), {BITS4}], [0.6, 0.4])"
 SUBNETS = "ist(cut=blocks, subnets=2)"
 IST_THEN_LOCAL = f"sequence([{SUBNETS}, local_sgd(every=16)], [0.6, 0.4], schedule=restart)"
+FRAGMENTS4 = "diloco(fragments=4, reducer=maxnorm(bits=4))"
+BEGINNINGS = ((DP, "local_sgd"), (DP, "diloco"), (BITS4, "local_sgd(reducer=maxnorm(bits=4))"), (BITS4, FRAGMENTS4))
 DASO = ("daso", "daso(warmup_epochs=1, cooldown_epochs=1)")  # at the full and at the small scale
 PERIODIC = ("local_sgd", "diloco", "diloco(fragments=4)")
 
@@ -172,14 +174,11 @@ def _local_table() -> Table:
 def _pareto_table() -> Table:
     rows = [Row("main", DP), Row("main", DP, epochs=2 / 3), Row("main", DP, epochs=0.4)]
     rows += [Row("main", strategy) for strategy in (*COMPRESSION[1:], *PERIODIC)]
-    rows += [Row("main", "diloco(fragments=4, reducer=maxnorm(bits=4))"), Row("main", *DASO)]
+    rows += [Row("main", FRAGMENTS4), Row("main", *DASO)]
     rows += [Row("main", SUBNETS, "ist"), Row("main", "ist(local_steps=64)")]
     rows += [Row("main", IST_THEN_LOCAL, IST_THEN_LOCAL.replace(SUBNETS, "ist(subnets=2)"))]
     rows += [_ab(strategy, "main") for strategy in (AB, AB_THEN_EXACT, AB_THEN_BITS4)]
-    rows += [
-        Row("main", f"sequence([{DP}, local_sgd], [0.2, 0.8])"),
-        Row("main", f"sequence([{DP}, diloco], [0.2, 0.8])"),
-    ]
+    rows += [Row("main", f"sequence([{first}, {then}], [0.2, 0.8])") for first, then in BEGINNINGS]
     return Table("All methods: accuracy against bytes between nodes", rows)
 
 
