@@ -117,14 +117,16 @@ def test_a_goal_is_reached_by_means_over_seeds(tmp_path: Path) -> None:
     assert {text.partition(":")[0] for text in goals.verdict(own, goal)} == {"not measured yet"}
     sent, row = "training_bytes_per_rank", goal.rows[0]
     own.add(*(finished(goal.than, seed, **{"accuracy": 93.0 + seed, sent: 1000}) for seed in (0, 1)))
-    own.add(*(finished(row, seed, **{"accuracy": 93.0, sent: 200}) for seed in (0, 1)))
+    small = {"parameters": 10, "ratio": 9.5, "accuracy": 93.0}
+    own.add(*(finished(row, seed, **{"accuracy": 90.0, sent: 200, "small_model": small}) for seed in (0, 1)))
     expected = (
         f"**reached** (-0.50 points, 20.0 % of the bytes, 100.0 % between nodes, 9.5 : 1; 2 seeds): `{row.strategy}`"
     )
     assert goals.verdict(own, goal)[0] == expected
-    for name, worse in (("accuracy", 92.9), (sent, 201)):
-        own.add(*(finished(row, seed, **{"accuracy": 93.0, sent: 200, name: worse}) for seed in (0, 1)))
-        assert goals.verdict(own, goal)[0].startswith("**not reached**")
+    for name, worse in (("small_model", small | {"accuracy": 92.9}), (sent, 201), ("small_model", None)):
+        second = {"accuracy": 93.0, sent: 200, "small_model": small, name: worse}
+        own.add(finished(row, 1, **second))
+        assert goals.verdict(own, goal)[0].startswith("**not reached**"), name
 
 
 def test_the_rest_of_a_cell_is_estimated_from_what_is_known(tmp_path: Path) -> None:

@@ -33,10 +33,14 @@ class Line(NamedTuple):
         return self.mean("training_bytes_between")
 
     @property
-    def ratio(self) -> float | None:
-        """Parameters of the whole model ÷ those of the small one."""
-        ratios = [one["small_model"]["ratio"] for one in self.found if one["small_model"]]
-        return statistics.fmean(ratios) if ratios else None
+    def ratio(self) -> float:
+        """Parameters of the whole model ÷ those of the small one; 1 for a seed without one."""
+        return statistics.fmean(one["small_model"]["ratio"] if one["small_model"] else 1.0 for one in self.found)
+
+    @property
+    def small_accuracy(self) -> float:
+        """The accuracy of the small model; of the whole one for a seed without one."""
+        return statistics.fmean((one["small_model"] or one)["accuracy"] for one in self.found)
 
 
 def line(results: Results, scale: ScaleName, row: Row) -> Line:
@@ -70,7 +74,7 @@ def _verdict(goal: Goal, own: Line, than: Line) -> str:
         return "not measured yet"
     reached, texts = [], []
     if goal.points is not None:
-        difference = own.accuracy - than.accuracy
+        difference = (own.accuracy if goal.ratio is None else own.small_accuracy) - than.accuracy
         reached.append(difference >= -goal.points)
         texts.append(f"{difference:+.2f} points")
     if goal.accuracy is not None:
@@ -81,6 +85,6 @@ def _verdict(goal: Goal, own: Line, than: Line) -> str:
         reached.append(share <= goal.sent)
         texts.append(f"{100 * share:.1f} % of the bytes, {100 * own.between / than.between:.1f} % between nodes")
     if goal.ratio is not None:
-        reached.append((own.ratio or 1.0) >= goal.ratio)
-        texts.append(f"{own.ratio or 1.0:.1f} : 1")
+        reached.append(own.ratio >= goal.ratio)
+        texts.append(f"{own.ratio:.1f} : 1")
     return f"**{'reached' if all(reached) else 'not reached'}** ({', '.join(texts)}; {len(own.found)} seeds)"

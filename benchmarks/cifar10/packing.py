@@ -56,10 +56,13 @@ def pack(out: Path, unfinished: list[tuple[RunFolder, int]], file: Path, parts: 
     whole = buffer.getvalue()
     if len(whole) > limit:
         raise SystemExit(f"the results alone take {len(whole) / MIB:.1f} MiB; allow more --parts")
-    for old in _parts(file):
-        old.unlink()
+    old, new = _parts(file), []
     for i in range(0, len(whole), part):
-        file.with_name(f"{file.name}.{i // part}").write_bytes(whole[i : i + part])
+        new.append(file.with_name(f"{file.name}.{i // part}"))
+        new[-1].with_suffix(".new").write_bytes(whole[i : i + part])
+        new[-1].with_suffix(".new").replace(new[-1])
+    for surplus in set(old) - set(new):
+        surplus.unlink()
     return left_out
 
 

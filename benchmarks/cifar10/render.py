@@ -118,7 +118,7 @@ def about(results: Results, scale: ScaleName) -> str:
 def table_cells(results: Results, scale: ScaleName, name: str) -> tuple[list[str], list[list[str]]]:
     """The table as heads and rows."""
     own = lines(results, scale, TABLES[name])
-    is_pareto, has_small = name == "pareto", any(one.ratio for one in own)
+    is_pareto, has_small = name == "pareto", any(one.found and one.ratio > 1 for one in own)
     heads = ["row", "accuracy", "difference", "seeds", "sent by a rank", "between nodes", "share"]
     heads += ["small model"] * has_small + [f"reaches the first − {POINTS}"] * is_pareto + ["time"]
     rows = []

@@ -59,6 +59,8 @@ def main() -> None:
     parser.add_argument("--part-mib", type=float, default=16.0, help="most MiB of such a file")
     parser.add_argument("--render", action="store_true", help="draw docs/results.md with these results; run nothing")
     options = parser.parse_args()
+    if options.tune and options.scale == "small":
+        parser.error("--tune is for the full scale: the page shows the small one's results on held-out images")
     if options.unpack and is_free(options.out):
         packing.unpack(options.unpack, options.out)
     call = Call(options)

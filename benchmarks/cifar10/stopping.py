@@ -32,7 +32,8 @@ class Watch:
         """Until the run has ended: after each new checkpoint, compare the last epoch's time with what is left."""
         steps = self._newest_step()
         while not self.ended.wait(POLL_SECONDS):
-            is_new, steps = steps != self._newest_step(), self._newest_step()
+            newest = self._newest_step()
+            is_new, steps = newest != steps, newest
             if time.monotonic() >= self.deadline or (is_new and self._is_next_epoch_too_long()):
                 self.has_stopped = True
                 os.kill(os.getpid(), signal.SIGTERM)

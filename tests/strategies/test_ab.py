@@ -1232,3 +1232,37 @@ def test_phases_longer_than_the_run_are_refused_before_it_begins(spec: str, mess
 def test_a_model_without_a_layer_to_factor_is_refused(model: nn.Module) -> None:
     with tw.join() as comm, pytest.raises(UsageError, match="ab: no layer of this model can be factored"):
         tw.prepare("ab(sync_every=9)", model=model, optimizer=sgd, loss=nn.functional.cross_entropy, comm=comm)
+
+
+def residuals_of_factors(comm: Comm) -> tuple[int, float, float]:
+    """Error feedback before the joint phase and at its beginning, of a layer whose rank stays the same."""
+    spec = "ab(sync_every=8, warmup=2, joint=6, cutoff=0.9, min_rank=6, reducer=error_feedback(maxnorm(bits=2)))"
+    strategy = trainer(comm, spec, epochs=2)
+    strategy.begin_epoch(7)
+
+    def kept() -> float:
+        names = ("residual/3.up.weight", "residual/3.down.weight")
+        return sum(t.norm().item() for s in strategy.exchange.states for key, t in s.items() if key.endswith(names))
+
+    steps(strategy, batches(7, 24))
+    before = kept()
+    strategy._enter_phase("joint")
+    return strategy.layer_ranks["3"], before, kept()
+
+
+def test_new_factors_do_not_get_the_residuals_of_old_ones() -> None:
+    for layer_rank, before, after in tw.simulate(residuals_of_factors, ranks=4):
+        assert layer_rank == 6
+        assert before > 0
+        assert after == 0
+
+
+def test_the_joint_phase_is_planned_after_an_epoch_of_unknown_length() -> None:
+    def starts(comm: Comm) -> list[Any]:
+        strategy = trainer(comm, "ab(sync_every=4, warmup=2)", epochs=4)
+        before = strategy.phases.joint_start
+        steps(strategy, batches(5, 24))
+        strategy.end_epoch()
+        return [before, strategy.phases.joint_start]
+
+    assert tw.simulate(starts, ranks=2) == [[None, 20 - 9]] * 2

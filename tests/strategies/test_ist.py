@@ -229,7 +229,10 @@ def test_what_nobody_has_stays_as_it_is_and_nobody_shares_a_unit(cut: str, ranks
     assert all(tw.simulate(lambda comm: what_moved(comm, cut), ranks=ranks))
 
 
-@pytest.mark.parametrize("spec", ["ist", "ist(scale=train)", "ist(cut=blocks, scale=train)", "ist(subnets=2)"])
+@pytest.mark.parametrize(
+    "spec",
+    ["ist", "ist(scale=train)", "ist(cut=blocks, branches=given)", "ist(cut=blocks, scale=train)", "ist(subnets=2)"],
+)
 def test_the_network_at_the_start_is_the_one_that_was_given(spec: str) -> None:
     torch.manual_seed(0)
     model = RESNET if "blocks" in spec else MLP
@@ -260,6 +263,27 @@ def test_residual_branches_begin_with_their_share(cut: str, model: nn.Module, ra
         for name, tensor in given.items():
             expected = tensor * share if name in blocks.branch_ends else tensor
             torch.testing.assert_close(whole[name], expected, rtol=1e-6, atol=0)
+
+
+class Shared(nn.Module):
+    """x + mlp(x), with an mlp that other blocks may share; it declares a bias that its last layer does not have."""
+
+    def __init__(self, mlp: nn.Sequential) -> None:
+        super().__init__()
+        self.mlp = mlp
+        self.thinwire_branches = ["mlp.2.weight", "mlp.2.bias"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(x)
+
+
+def test_branches_that_are_shared_or_not_cut_begin_as_given() -> None:
+    torch.manual_seed(0)
+    one, other = (nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8, bias=False)) for _ in range(2))
+    model = nn.Sequential(nn.Linear(6, 8), Shared(one), Shared(one), Shared(other), nn.Linear(8, 3))
+    found = tw.simulate(lambda comm: weights(trainer(comm, "ist", model).consolidate()), ranks=2)[0]
+    assert torch.equal(found["1.mlp.2.weight"], one[2].weight), "shared, so no unit of it is dealt out"
+    torch.testing.assert_close(found["3.mlp.2.weight"], other[2].weight.detach() / 2)
 
 
 # ---- fewer narrow networks than ranks
@@ -870,7 +894,11 @@ def test_an_export_that_fails_fails_everywhere() -> None:
 def test_bad_options_say_what_is_possible() -> None:
     narrow = nn.Sequential(nn.Linear(6, 2), nn.ReLU(), nn.Linear(2, 3))
     for spec, model, message in (
-        ("ist", narrow, "0.weight makes 2 units, too few for 3 ranks.*at most 2 ranks or a wider layer"),
+        (
+            "ist",
+            narrow,
+            "0.weight makes 2 units, too few for 3 narrow networks.*at most 2 ranks, subnets=2 or a wider layer",
+        ),
         ("ist", nn.Linear(6, 3), "ist: no hidden units.*two layers"),
         ("ist(scale=norm)", MLP, "no norm follows 2.weight; try scale=eval"),
         ("ist(shares=[1, 2])", MLP, r"shares=\[1.0, 2.0\] for 3 ranks"),
@@ -892,7 +920,7 @@ def test_a_refused_model_is_left_as_it_was() -> None:
     def refused(comm: Comm) -> None:
         tw.prepare("ist", model=model, optimizer=decayed_sgd, loss=nn.functional.mse_loss, comm=comm)
 
-    with pytest.raises(tw.UsageError, match="too few for 3 ranks"):
+    with pytest.raises(tw.UsageError, match="too few for 3 narrow networks"):
         tw.simulate(refused, ranks=3)
     assert isinstance(model.self_attn, nn.MultiheadAttention)
     assert not any(p.is_meta for p in model.parameters())

@@ -365,6 +365,7 @@ def bytes_with_and_without_second_part(comm: Comm, spec: str) -> tuple[Sent, Sen
 
 def bytes_of_half(comm: Comm, spec: str) -> dict[str, int]:
     strategy = trainer(comm, spec, epochs=2)
+    strategy.begin_epoch(EPOCH)
     epochs(strategy, batches(2 * EPOCH, 24), EPOCH)
     sent: dict[str, int] = {}
     for row in comm.ledger.rows():

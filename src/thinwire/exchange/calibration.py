@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,20 @@ class RecentInputs:
         """Keep the inputs of a saved state instead."""
         self.batches.clear()
         self.batches.extend(x.to(self.device, copy=True) for x in saved)
+
+
+def steps_to_forget(model: nn.Module) -> float:
+    """After so many steps the earlier part of BatchNorm's running statistics has a weight below 1 %.
+
+    Each step keeps 1 − momentum of them; with momentum=None, the mean of all steps, they are never forgotten.
+
+    >>> round(steps_to_forget(nn.BatchNorm1d(3)), 1), steps_to_forget(nn.Linear(3, 3))
+    (43.7, 0.0)
+    """
+    momenta = [m.momentum for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+    if not all(momenta):
+        return math.inf
+    return max((math.log(0.01) / math.log1p(-min(m, 0.99)) for m in momenta if m), default=0.0)
 
 
 @torch.no_grad()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from thinwire.errors import RunError
@@ -37,6 +39,14 @@ def carry_over(states: list[ReducerState], before: list[ReducerState]) -> list[R
     }
     return [
         {key: known[key] if key in known and known[key].shape == value.shape else value for key, value in state.items()}
+        for state in states
+    ]
+
+
+def without_residuals(states: list[ReducerState], parameters: Collection[str]) -> list[ReducerState]:
+    """States without the residuals of some parameters, which were replaced."""
+    return [
+        {key: value for key, value in state.items() if key.rpartition("residual/")[2] not in parameters}
         for state in states
     ]
 

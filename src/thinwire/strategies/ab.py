@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from thinwire.comm.base import Comm
 from thinwire.data import Batch, Shard, to_device
 from thinwire.errors import RunError
-from thinwire.exchange.calibration import RecentInputs, calibrate_batchnorm
+from thinwire.exchange.calibration import RecentInputs, calibrate_batchnorm, steps_to_forget
 from thinwire.exchange.factoring import make_factoring
 from thinwire.exchange.gradients import GradientExchange, make_exchange
 from thinwire.reducers.base import Reducer
 from thinwire.reducers.mean import mean
-from thinwire.reducers.states import carry_over, load_states
+from thinwire.reducers.states import carry_over, load_states, without_residuals
 from thinwire.strategies.ab_groups import make_groups
 from thinwire.strategies.ab_moments import PhaseMoments, full_rank_name, optimizer_states
 from thinwire.strategies.ab_phases import Length, LengthOrZero, Phase, PhaseLengths, Phases, say_if_unplanned
@@ -43,7 +43,6 @@ from thinwire.surgery.standard import to_standard_modules
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 FACTORED = ("ab", "joint")  # phases in which weights are products
-STEPS_TO_FORGET = 50  # BatchNorm's statistics of the phase before have a weight of 0.9**50 then, less than 1 %
 
 
 class AB(Strategy):
@@ -130,8 +129,8 @@ class AB(Strategy):
         return loss
 
     def end_epoch(self) -> None:
-        if not self.phases and self.num_epoch_steps:
-            self._plan_phases(self.num_epoch_steps)
+        if self.num_epoch_steps and self.lengths.is_unplanned(self.phases, self.epochs):
+            self.phases = self.lengths.phases(self.epochs, self.num_epoch_steps)
         self.num_epoch_steps = 0
 
     # ---- phases
@@ -155,6 +154,8 @@ class AB(Strategy):
             self.factoring.say_if_none(self.layer_ranks)
             new_states = self.moments.for_joint if phase == "joint" else self.moments.for_factors
             states = new_states(states, self.factoring.factored_layers(self.model))
+            old_factors = {f"{name}.{factor}.weight" for name in self.layer_ranks for factor in ("up", "down")}
+            self.exchange.states = without_residuals(self.exchange.states, old_factors)
         self.phase, self.phase_start = phase, self.learner.num_steps
         self._begin_phase(states)
 
@@ -216,7 +217,7 @@ class AB(Strategy):
 
     def _statistics_fit(self) -> bool:
         """Whether BatchNorm's running statistics are of the model that ranks have now, together: see `calibration`."""
-        is_new = self.phase_start > 0 and self.learner.num_steps < self.phase_start + STEPS_TO_FORGET
+        is_new = self.phase_start > 0 and self.learner.num_steps < self.phase_start + steps_to_forget(self.model)
         return not is_new and (self.phase != "ab" or len(self.groups.ranks) == 1)
 
     def state_dict(self) -> dict[str, Any]:
@@ -237,7 +238,7 @@ class AB(Strategy):
         device = next(self.model.parameters()).device
         self.moments.previous = {name: copy_state(moments, device) for name, moments in state["kept"].items()}
         self.factoring.read_layers |= set(state["read"])
-        self.inputs.load(state["inputs"])
+        self.inputs.load(state.get("inputs", []))  # earlier versions kept none
         self.factoring.merge(self.model)
         if self.phase in FACTORED:
             factor_layers(self.model, self.layer_ranks)

@@ -105,6 +105,10 @@ class PhaseLengths(NamedTuple):
             )
         return None
 
+    def is_unplanned(self, phases: Phases | None, epochs: int | None) -> bool:
+        """Whether the phases, or the joint one by default, are yet to be planned from the length of an epoch."""
+        return phases is None or bool(epochs and self.joint is None and phases.joint_start is None)
+
     def phases(self, epochs: int | None, epoch_steps: int) -> Phases:
         """The phases of a run of `epochs` epochs of `epoch_steps` steps.
 

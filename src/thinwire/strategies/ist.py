@@ -21,7 +21,7 @@ from thinwire.exchange.sharded_moments import ShardedMoments, probe_moments
 from thinwire.exchange.streamed import Factors
 from thinwire.exchange.whole_network import WholeNetwork
 from thinwire.strategies.base import Strategy
-from thinwire.strategies.ist_setup import Cut, Scale, device_of, find_slices, shard_model
+from thinwire.strategies.ist_setup import Branches, Cut, Scale, device_of, find_slices, shard_model
 from thinwire.strategies.ist_shares import Shares, UnitShares, count_subnets
 from thinwire.strategies.learner import Learner, Recipe
 from thinwire.strategies.series import Series
@@ -67,8 +67,8 @@ class IST(Strategy):
         *,
         local_steps: PositiveInt = 16,  # τ: steps of a round; higher = fewer bytes, units mix less often
         cut: Cut = "units",  # units = hidden units, channels and attention heads; blocks = whole residual blocks
-        subnets: PositiveInt
-        | None = None,  # different narrow networks; default: one a rank; fewer = ranks average them
+        subnets: PositiveInt | None = None,  # different narrow networks; default: one a rank; fewer = ranks share them
+        branches: Branches = "small",  # residual ones begin small (1/n), for new networks; or given, for trained ones
         scale: Scale = "eval",  # train = units ×n in training; eval = units ×1/n in the whole network; norm = by norms
         optimizer_state: Literal["carry", "reset"] = "carry",  # carry = moments move with units; reset = begin at 0
         shares: Shares = "equal",  # units per network: equal, measured (by speed), or a list of weights, as [2, 1]
@@ -90,8 +90,9 @@ class IST(Strategy):
         self.whole = WholeNetwork(model, self.sharded, whole_gb, calibration, recipe.autocast)
         self.round, self.steps_in_round = 0, 0  # steps that this rank trained or skipped
         self.units = self._assign_units()
-        for name, factor in start_scales(model, self.slices, self.units).items() if self._is_scaled else ():
-            self.sharded.shards[name] /= factor
+        if self._is_scaled:
+            for name, factor in start_scales(model, self.slices, self.units, branches == "small").items():
+                self.sharded.shards[name] /= factor
         with comm.ledger.purpose("start", instead_of="train"):
             self.model = self._narrow_network(self.sharded.deal(self.units))
         self.learner, self.exchange = Learner(self.model, recipe, optimizer_replaced_by="ist"), NoExchange(self.model)
@@ -163,7 +164,7 @@ class IST(Strategy):
     # ---- the whole network
 
     def status(self) -> dict[str, Any]:
-        """The round, each rank's share of the units, and the size of this rank's network."""
+        """The round, each narrow network's share of the units, and the size of this rank's."""
         size = self.slices.num_elements(self.units[self.comm.rank])
         return {"round": self.round, "shares": self.shares.fractions, "narrow_elements": size}
 

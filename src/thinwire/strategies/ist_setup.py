@@ -22,6 +22,7 @@ from thinwire.surgery.standard import to_standard_modules
 
 Cut = Literal["units", "blocks"]
 Scale = Literal["train", "eval", "norm"]
+Branches = Literal["small", "given"]
 
 
 def find_slices(model: nn.Module, num_ranks: int, cut: Cut, scale: Scale) -> Slices:

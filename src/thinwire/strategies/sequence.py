@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -156,8 +157,9 @@ class Sequence(Strategy):
 
     def _begin_part(self, part: Part, model: nn.Module, seam: Seam, state: dict[str, OptimizerState] | None) -> None:
         """Make the strategy of a part, which trains this model from now on. Collective."""
-        self.__dict__.pop("strategy", None)
-        gc.collect()  # torch's pipelines form cycles: memory is freed before the next strategy takes some
+        ended = weakref.ref(self.__dict__.pop("strategy", self))
+        if ended() not in (None, self):
+            gc.collect()  # torch's pipelines form cycles; memory is freed before the next strategy takes some
         self.comm.close_subgroups(self.groups)
         groups = self.comm.subgroups
         self.part, self.seam = part, seam

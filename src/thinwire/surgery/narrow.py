@@ -92,15 +92,27 @@ def eval_scales(slices: Slices, unit_indices: Sequence[UnitIndices], all_axes: b
     return scales
 
 
-def start_scales(model: nn.Module, slices: Slices, unit_indices: Sequence[UnitIndices]) -> dict[str, float]:
+def start_scales(
+    model: nn.Module, slices: Slices, unit_indices: Sequence[UnitIndices], small_branches: bool
+) -> dict[str, float]:
     """What the tensors of a given network are divided by at the start.
 
-    By `eval_scales`, so that the whole network is the given one; but its residual branches begin with 1/n of their
-    size. What a branch adds to the stream changes with every assignment, and large branches would drown the stream.
+    By `eval_scales`, so that the whole network is the given one. With `small_branches`, residual branches begin with
+    1/n of their size: what a branch adds to the stream changes with every assignment, and large branches would drown
+    the stream. Branches that no assignment changes, and tensors that blocks share, stay as they are.
     """
     scales = eval_scales(slices, unit_indices)
+    if not small_branches:
+        return scales
     share = _mean_share(slices.axes[0], [units[0] for units in unit_indices])
-    return scales | {name: scales.get(name, 1.0) / share for name in find_residual_blocks(model).branch_ends}
+    deals_blocks = isinstance(slices.axes[0], ResidualBlocks)
+    changing = [
+        ends
+        for block, ends in find_residual_blocks(model).branches.items()
+        if deals_blocks or any(name.startswith(f"{block}.") and slices.is_divided(name) for name in slices.tensors)
+    ]
+    ends = [name for names in changing for name in names if name in slices.tensors]
+    return scales | {name: scales.get(name, 1.0) / share for name in ends}
 
 
 def _mean_share(axis: Axis | ResidualBlocks, of_ranks: Sequence[Tensor]) -> float:

@@ -72,16 +72,16 @@ class Slices:
                 total += torch.Size(slice_shape(tensor.shape, index)).numel()
         return total
 
-    def check(self, model: nn.Module, ranks: int, scaled: bool) -> None:
-        """Raise UsageError if an axis has fewer units than there are ranks, or if units cannot be scaled.
+    def check(self, model: nn.Module, networks: int, scaled: bool) -> None:
+        """Raise UsageError if an axis has fewer units than there are narrow networks, or if units cannot be scaled.
 
-        There may be fewer residual blocks than ranks: several ranks can have the same one.
+        There may be fewer residual blocks than narrow networks: several can have the same one.
         """
         for axis in self.axes:
-            if isinstance(axis, Axis) and axis.size < ranks:
+            if isinstance(axis, Axis) and axis.size < networks:
                 raise UsageError(
-                    f"{next(iter(axis.made_by))} makes {axis.size} units, too few for {ranks} ranks to have one each; "
-                    f"use at most {axis.size} ranks or a wider layer"
+                    f"{next(iter(axis.made_by))} makes {axis.size} units, too few for {networks} narrow networks to have "
+                    f"one each; use at most {axis.size} ranks, subnets={axis.size} or a wider layer"
                 )
             for name in unit_users(axis) if scaled else ():
                 owner = model.get_submodule(name.rpartition(".")[0])
