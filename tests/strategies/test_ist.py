@@ -897,7 +897,7 @@ def test_bad_options_say_what_is_possible() -> None:
         (
             "ist",
             narrow,
-            "0.weight makes 2 units, too few for 3 narrow networks.*at most 2 ranks, subnets=2 or a wider layer",
+            "0.weight makes 2 units, too few for 3 narrow networks.*at most 2 ranks, subnets=2 or",
         ),
         ("ist", nn.Linear(6, 3), "ist: no hidden units.*two layers"),
         ("ist(scale=norm)", MLP, "no norm follows 2.weight; try scale=eval"),

@@ -80,8 +80,8 @@ class Slices:
         for axis in self.axes:
             if isinstance(axis, Axis) and axis.size < networks:
                 raise UsageError(
-                    f"{next(iter(axis.made_by))} makes {axis.size} units, too few for {networks} narrow networks to have "
-                    f"one each; use at most {axis.size} ranks, subnets={axis.size} or a wider layer"
+                    f"{next(iter(axis.made_by))} makes {axis.size} units, too few for {networks} narrow networks to "
+                    f"have one each; use at most {axis.size} ranks, subnets={axis.size} or a wider layer"
                 )
             for name in unit_users(axis) if scaled else ():
                 owner = model.get_submodule(name.rpartition(".")[0])
