@@ -23,6 +23,7 @@ import argparse
 import shutil
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
@@ -85,10 +86,13 @@ class Call:
         self.deadline = time.monotonic() + 60 * options.minutes
         self.results = Results(self.out / "results.json")
         self.failed: set[str] = set()
-        seeds = options.seeds or SCALES[options.scale].seeds
-        names = list(TABLES) if options.table == "all" else [options.table]
+        self.cells = self.of_tables(TABLES if options.table == "all" else [options.table])
+
+    def of_tables(self, names: Iterable[str]) -> list[Cell]:
+        """The cells of some tables, each once: tables share cells."""
+        options, seeds = self.options, self.options.seeds or SCALES[self.options.scale].seeds
         found = [one for n in names for one in cells(n, options.scale, seeds, options.epochs, options.tune)]
-        self.cells = list({cell.key: cell for cell in found}.values())  # tables share cells
+        return list({cell.key: cell for cell in found}.values())
 
     def estimate(self, cell: Cell) -> float:
         """Seconds that the rest of a cell will take."""
@@ -100,8 +104,8 @@ class Call:
         return bool(steps) and not self.results.finished(cell)
 
     def begun(self) -> list[tuple[RunFolder, int]]:
-        """The folders of cells that have begun, with their number of ranks."""
-        return [(cell.folder(self.out), cell.row.ranks) for cell in self.cells if self.has_begun(cell)]
+        """The folders of cells of all tables that have begun, with their number of ranks."""
+        return [(cell.folder(self.out), cell.row.ranks) for cell in self.of_tables(TABLES) if self.has_begun(cell)]
 
     def show(self) -> None:
         """Print every cell, its state, and how long it took or will take."""
