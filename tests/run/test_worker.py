@@ -656,6 +656,18 @@ def work_done(comm: Comm, specs: list[str], settings: dict[str, Any], folder: st
     return done
 
 
+def test_the_best_test_of_a_run_that_goes_on_counts_its_old_end(tmp_path: Path) -> None:
+    """Tested only when training ends: after one epoch and, resumed with one more, after two."""
+    out = tmp_path / "run"
+    first = alone(out=out, epochs=1, test_every=0, lr=0.3)
+    rows = read_rows(out / "metrics.jsonl")
+    rows[-1]["test_accuracy"] = 99.5  # better than it will be
+    (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    second = alone(out=out, epochs=2, test_every=0, lr=0.3, resume=True)
+    assert first["best"] == first["value"]
+    assert (second["best"], second["value"]) == (99.5, read_rows(out / "metrics.jsonl")[-1]["test_accuracy"])
+
+
 def test_every_strategy_takes_the_same_updates_and_samples(process_world: ProcessWorlds, tmp_path: Path) -> None:
     """Of 54 samples, 4 ranks with batch 4 take 48 in 3 updates; what is left is too little for each of them."""
     specs = {name: name for name in registry.TABLE["strategies"]}

@@ -18,7 +18,7 @@ from thinwire.exchange.export import save_whole_model
 from thinwire.run.evaluation import evaluate
 from thinwire.run.meters import Meters
 from thinwire.run.position import Position
-from thinwire.run.records import RunFolder
+from thinwire.run.records import RunFolder, read_rows
 from thinwire.run.schema import MetricsRow
 from thinwire.run.summary import sent_by_purpose, summarise
 from thinwire.run.tables import result_table
@@ -78,9 +78,11 @@ class Recorder:
             artifacts = [(one, self._evaluate(one.model)[metric]) for one in self.strategy.artifacts()]
         if at.value is None:
             tested = self._evaluate(model)
-            at = at.tested(tested[metric], self.task.metric)
-            if self.comm.rank == 0:
+            if self.comm.rank == 0:  # which writes the summary
+                for row in read_rows(self.folder.metrics):  # a run that was resumed may have been tested at its old end
+                    at = at.tested(row.get(metric), self.task.metric)
                 self.folder.add_to_last_row(tested)
+            at = at.tested(tested[metric], self.task.metric)
         by_rank = self.meters.gather(at.train_seconds)
         summary = summarise(
             self.config, self.task.metric, at, seconds(), by_rank,

@@ -59,9 +59,8 @@ def averaged_state(model: nn.Module, optimizer: torch.optim.Optimizer, comm: Com
         everywhere = comm.min(torch.tensor([name in states for name in names], dtype=torch.uint8)).tolist()
         found = {name: states[name] for name, has in zip(names, everywhere, strict=True) if has}
         tensors = [value for state in found.values() for value in state.values() if isinstance(value, Tensor)]
-        moments = [t for t in tensors if t.dim() and is_averaged(t)]
-        coalesced(moments, comm.mean)
-        coalesced([t for t in tensors if not any(t is m for m in moments)], comm.broadcast)
+        coalesced([t for t in tensors if t.dim() and is_averaged(t)], comm.mean)
+        coalesced([t for t in tensors if not (t.dim() and is_averaged(t))], comm.broadcast)
         _broadcast_numbers(found, comm)
     return found
 
