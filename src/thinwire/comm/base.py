@@ -37,6 +37,7 @@ class Comm(ABC):
     ledger: Ledger
     is_async = False  # whether `in_background` returns before the work is done
     is_simulated = False  # whether ranks are threads of one process
+    is_dry = False  # whether other ranks do not exist: what they give has the right shape, and no meaning
     nodes: tuple[int, ...]  # the node that each rank of the group is on
 
     # ---- reductions: every rank gives the same shape and dtype, and gets bitwise the same result

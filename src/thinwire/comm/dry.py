@@ -22,6 +22,8 @@ class DryComm(Comm):
     [0, 1]
     """
 
+    is_dry = True
+
     def __init__(self, like: Comm) -> None:
         self.rank, self.size, self.nodes, self.link = like.rank, like.size, like.nodes, like.link
         self.backend, self.is_simulated = like.backend, like.is_simulated

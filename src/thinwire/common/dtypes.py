@@ -27,6 +27,11 @@ def as_reals(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
+def bfloat16_autocast(device: torch.device, enabled: bool) -> torch.autocast:
+    """torch's autocast to bfloat16 for a device. It knows no meta device, on which results have the CPU's types."""
+    return torch.autocast("cpu" if device.type == "meta" else device.type, torch.bfloat16, enabled=enabled)
+
+
 def refuse_unfit(model: nn.Module, who: str, ignored: Container[str] = ()) -> None:
     """Raise UsageError if a parameter cannot be trained on several ranks; `who` begins the message."""
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad and n not in ignored}

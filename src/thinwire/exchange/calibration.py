@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from thinwire.comm.base import Comm
 from thinwire.comm.collectives import all_gather_json, coalesced
+from thinwire.common.dtypes import bfloat16_autocast
 from thinwire.exchange.streamed import StreamedModel
 
 
@@ -76,7 +77,7 @@ def calibrate_batchnorm(model: nn.Module, recent: Iterable[Tensor], comm: Comm, 
     statistics = [b for norm in norms for b in (norm.running_mean, norm.running_var) if b is not None]
     with _cumulative_statistics(model, norms):
         for x in inputs:
-            with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
+            with bfloat16_autocast(x.device, autocast):
                 model(x)
         if isinstance(model, StreamedModel):  # all ranks must run it equally often
             model.eval()

@@ -42,6 +42,7 @@ class Factoring:
                 "shared, frozen, the first or the last one); try local_sgd or daso"
             )
         self.read_layers: set[str] = set()  # layers whose weight the model reads, instead of calling the layer
+        self._first_ranks: dict[str, int] = {}  # by the first weights, where there are no other ranks
         self.largest_ranks = {name: min(len(w), w[0].numel()) for name, w in self._weights(model).items()}
 
     def factored_layers(self, model: nn.Module) -> dict[str, Factored]:
@@ -75,8 +76,11 @@ class Factoring:
         """
         weights = self._weights(model)
         owner = self._owners(weights)
-        splits = {name: _split(w) for name, w in weights.items() if owner[name] == self.comm.rank}
-        layer_ranks = self._agree_on_layer_ranks(weights, splits)
+        if self.comm.is_dry:
+            splits, layer_ranks = {}, self._layer_ranks_of_first(weights)
+        else:
+            splits = {name: _split(w) for name, w in weights.items() if owner[name] == self.comm.rank}
+            layer_ranks = self._agree_on_layer_ranks(weights, splits)
         factor_layers(model, layer_ranks)
         for root in range(self.comm.size):
             layers = {name: layer for name, layer in self.factored_layers(model).items() if owner[name] == root}
@@ -85,6 +89,18 @@ class Factoring:
             with self.comm.ledger.purpose("sync", instead_of="train"):
                 coalesced([w for x in layers.values() for w in (x.A, x.B)], partial(self.comm.broadcast, root=root))
         return layer_ranks
+
+    def _layer_ranks_of_first(self, weights: Mapping[str, Tensor]) -> dict[str, int]:
+        """Layer ranks without other ranks, and so without training: those of the weights that were seen first."""
+        with self.comm.ledger.purpose("sync", instead_of="train"):
+            self.comm.sum(torch.zeros(len(self.layers), dtype=torch.int64))
+        for name in self.layers:
+            if name not in self._first_ranks and weights[name].is_meta:
+                raise UsageError(f"{self.owner}: layer ranks follow from weights, and {name} is on the meta device")
+            if name not in self._first_ranks:
+                matrix = weights[name].detach().flatten(1)
+                self._first_ranks[name] = self.rule.layer_rank(torch.linalg.svdvals(matrix.float()))
+        return {name: r for name, r in self._first_ranks.items() if saves_parameters(weights[name], r)}
 
     def say_if_none(self, layer_ranks: Mapping[str, int]) -> None:
         """Tell the user if the rule has left all layers full."""

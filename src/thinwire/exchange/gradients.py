@@ -12,9 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm.base import Comm
 from thinwire.comm.process import ProcessComm
+from thinwire.comm.recording import RecordingComm
 from thinwire.common.dtypes import refuse_sparse
 from thinwire.exchange.buckets import init_states, make_buckets, missing_gradient_error
 from thinwire.exchange.overlapped import Overlapped
+from thinwire.exchange.recorded import RecordedOverlap
 from thinwire.reducers.base import Reducer, ReducerState, on_reals
 
 DDP_BUCKET_MB = 25  # DDP's own size; only when it is left alone does its first bucket stay small too
@@ -75,6 +77,8 @@ def make_exchange(
     """
     if comm.size == 1 and reducer.in_place is not None:
         return OneRank(model, reducer, bucket_mb, unused_parameters)
+    if isinstance(comm, RecordingComm):
+        return RecordedOverlap(model, reducer, comm, bucket_mb, unused_parameters)
     if isinstance(comm, ProcessComm):
         return Overlapped(_wrap_in_ddp(model, comm, bucket_mb, unused_parameters), reducer, comm, bucket_mb)
     return AfterBackward(model, reducer, comm, bucket_mb, unused_parameters)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from thinwire.comm.base import Comm
+from thinwire.common.dtypes import bfloat16_autocast
 from thinwire.common.fetching import fetch
 from thinwire.surgery.memory_format import compute_in_any_order, use_channels_last
 from thinwire.tasks.base import Task
@@ -25,7 +26,7 @@ def evaluate(
     one = torch.ones((), device=device)
     for inputs, targets in fetch(task.test, mine, device=device):
         inputs, targets = inputs.to(device), targets.to(device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        with bfloat16_autocast(device, autocast):
             outputs = compute_in_any_order(model, task.transform(inputs, None))
             loss = task.loss(outputs, targets)
         correct = (outputs.argmax(-1) == targets).double().mean() if task.metric == "accuracy" else 0 * one

@@ -175,6 +175,11 @@ class AB(Strategy):
     def _sync_groups(self, model: nn.Module) -> None:
         average_groups(model, self.sync, self.factoring, self.groups, self.comm)
 
+    def representatives(self) -> list[int]:
+        """The first rank that trains the same factor."""
+        roles = [self.groups.role_of(rank) for rank in range(self.comm.size)]
+        return [roles.index(role) for role in roles]
+
     # ---- results and states
 
     def status(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
+from thinwire.comm.base import Comm
 from thinwire.data import Batch, Loader, Shard
 from thinwire.errors import UsageError
 from thinwire.strategies.series import Series
@@ -108,6 +109,11 @@ class Strategy(ABC):
     def artifacts(self) -> list[Artifact]:
         """Further models that this strategy made, at the end of a run. Collective."""
         return []
+
+    def representatives(self) -> list[int]:
+        """For each rank of the world, one that sends as much, and as often. Recording these is enough to plan a run."""
+        comm: Comm = self.comm  # type: ignore[attr-defined]
+        return [0] * comm.size
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class DASO(Strategy):
         nodes = _nodes(comm, ranks_per_node)
         if comm.rank == 0 and len(nodes) > 1:
             say_if_mostly_waiting(recipe.epochs or 0, self.cycling_epochs)
-        self.num_nodes = len(nodes)
+        self.nodes, self.num_nodes = nodes, len(nodes)
         self.node = comm.split(nodes, "node")
         self.exchange = make_exchange(model, local_reducer, self.node, unused_parameters=self.node.size == 1)
         self._make_rails(nodes, reducer)
@@ -169,6 +169,12 @@ class DASO(Strategy):
         if self.plateau.is_stable:
             self.cycle = self.cycle.after_plateau(self.max_global_skips)
             self.node_ranks_differ = self.node_ranks_differ or self.cycle.local_every > 1
+
+    def representatives(self) -> list[int]:
+        """The rank of the largest node with the same place in its node."""
+        largest = max(self.nodes, key=len)
+        places = {rank: place for node in self.nodes for place, rank in enumerate(node)}
+        return [largest[places[rank]] for rank in range(self.comm.size)]
 
     # ---- results and states
 

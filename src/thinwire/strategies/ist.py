@@ -82,7 +82,7 @@ class IST(Strategy):
         self.options = [local_steps, cut, scale, num_subnets]  # that a saved state must agree with
         self.shares = UnitShares(shares, num_subnets, comm.size)
         self.skeleton, self.slices = model, find_slices(model, num_subnets, cut, scale)
-        device, carries = device_of(model), optimizer_state == "carry" or comm.size == 1
+        device, carries = device_of(model, comm), optimizer_state == "carry" or comm.size == 1
         carried = {name: p for name, p in model.named_parameters() if p.requires_grad} if carries else {}
         moments = probe_moments(recipe.optimizer, carried, device)  # may raise, so before the model is emptied
         self.sharded = shard_model(model, self.slices, comm, device)

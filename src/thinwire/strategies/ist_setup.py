@@ -41,9 +41,9 @@ def find_slices(model: nn.Module, num_ranks: int, cut: Cut, scale: Scale) -> Sli
     return slices
 
 
-def device_of(model: nn.Module) -> torch.device:
+def device_of(model: nn.Module, comm: Comm) -> torch.device:
     """The device of a model's tensors; of a model on the meta device, the one on which torch makes new tensors."""
-    devices = [t.device for t in named_tensors(model).values() if not t.is_meta]
+    devices = [t.device for t in named_tensors(model).values() if comm.is_dry or not t.is_meta]
     return devices[0] if devices else torch.get_default_device()
 
 
@@ -53,7 +53,7 @@ def shard_model(model: nn.Module, slices: Slices, comm: Comm, device: torch.devi
     Rank 0 initializes the modules that are on the meta device already.
     """
     sharded = ShardedTensors(slices, comm, device, {name: t.dtype for name, t in slices.tensors.items()})
-    given = {name: t for name, t in to_meta(model).items() if not t.is_meta}
+    given = {name: t for name, t in to_meta(model).items() if comm.is_dry or not t.is_meta}
     if comm.rank == 0 and len(given) < len(slices.tensors):
         given = initial_tensors(model, device) | given
     with comm.ledger.purpose("start", instead_of="train"):

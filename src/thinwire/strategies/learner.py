@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.common.dtypes import refuse_sparse
+from thinwire.common.dtypes import bfloat16_autocast, refuse_sparse
 from thinwire.common.messages import say
 from thinwire.data import Batch, to_device
 from thinwire.errors import UsageError
@@ -41,6 +41,7 @@ class Recipe:
     autocast: bool = False  # whether forward passes compute in bfloat16
     epochs: int | None = None  # in the whole run; for strategies with phases
     compile: bool = False  # whether the model is compiled by torch.compile; of strategies that leave it whole
+    rehearses: bool = False  # whether nothing is computed and gradients are zeros: to record what a strategy sends
     optimizer_state: Mapping[str, OptimizerState] = field(default_factory=dict)  # that the first optimizer begins with
 
 
@@ -59,7 +60,7 @@ class Learner:
         self._has_run = False  # whether the model's code has computed a step, so that it can
         self.new_optimizer(recipe.optimizer_state)
         self.loss = torch.zeros(())  # of the last step
-        self._autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=recipe.autocast)
+        self._autocast = bfloat16_autocast(self.device, recipe.autocast)
         self._finite_check = FiniteCheck()
 
     def new_optimizer(self, states: Mapping[str, OptimizerState] | None = None) -> None:
@@ -110,6 +111,8 @@ class Learner:
     def backward(self, batch: Batch, exchange: GradientExchange, exchanging: bool = True) -> Tensor:
         """Compute the gradients of the mean loss over the batch, and exchange them or not; returns the loss."""
         self.zero_grad()
+        if self.recipe.rehearses:
+            return self._rehearse_backward(exchange, exchanging)
         inputs, targets = to_device(batch, self.device)
         if self.is_channels_last and inputs.dim() == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
@@ -141,6 +144,14 @@ class Learner:
         if exchanging:
             exchange.finish()
         self.loss = losses[0] if len(losses) == 1 and losses[0].dim() == 0 else torch.stack(losses).sum()
+        return self.loss
+
+    def _rehearse_backward(self, exchange: GradientExchange, exchanging: bool) -> Tensor:
+        for p in self._parameters.values():
+            p.grad = torch.zeros_like(p) if p.requires_grad else None
+        if exchanging:
+            exchange.finish()
+        self.loss = torch.zeros((), device=self.device)
         return self.loss
 
     def give_up_channels_last(self) -> None:

@@ -16,6 +16,7 @@ from thinwire.codecs.features import Wire
 from thinwire.comm.base import Comm
 from thinwire.comm.copies import Copies
 from thinwire.comm.queues import RecvQueue, SendQueue
+from thinwire.common.dtypes import bfloat16_autocast
 from thinwire.common.seeding import seeded
 from thinwire.common.tensors import checksum, fingerprint
 from thinwire.data import Batch, derive_seed, to_device
@@ -190,7 +191,7 @@ class LocalParallel(Staged):
         position = self.k, self.layout.replica, self.learner.num_steps, number, part
         with (
             seeded(self.device, derive_seed(self.seed, *position)),
-            torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.autocast),
+            bfloat16_autocast(self.device, self.recipe.autocast),
         ):
             yield
 

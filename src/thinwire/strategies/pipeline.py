@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from thinwire.comm.base import Comm
 from thinwire.comm.pipelining import Kind, Pipe
 from thinwire.comm.process import ProcessComm
+from thinwire.comm.recorded_pipe import RecordedPipe
+from thinwire.comm.recording import RecordingComm
 from thinwire.comm.work import Work
+from thinwire.common.dtypes import bfloat16_autocast
 from thinwire.common.messages import say
 from thinwire.common.tensors import fingerprint
 from thinwire.data import Batch, to_device
@@ -57,10 +60,15 @@ class Pipeline(Staged):
         with self._autocast():
             passed = activations([segment.module for segment in self.segments], inputs[:1].to(self.device))
         super().begin(inputs, starts)
-        assert isinstance(self.layout.stages, ProcessComm)
         bounds = [*self.starts, len(self.segments)]
         start, end = bounds[self.layout.stage_index : self.layout.stage_index + 2]
-        self.pipe = Pipe(self.layout.stages, self._forward, (passed[start], passed[end]), self._loss, self.schedule)
+        about = self._forward, (passed[start], passed[end]), self._loss, self.schedule
+        group = self.layout.stages
+        if isinstance(group, RecordingComm):
+            self.pipe: Pipe | RecordedPipe = RecordedPipe(group, *about)
+        else:
+            assert isinstance(group, ProcessComm)
+            self.pipe = Pipe(group, *about)
 
     def _forward(self, x: Tensor) -> Tensor:
         with self._autocast():
@@ -72,7 +80,7 @@ class Pipeline(Staged):
             return self.recipe.loss(out, targets)
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.autocast)
+        return bfloat16_autocast(self.device, self.recipe.autocast)
 
     def step(self, batch: Batch) -> Tensor:
         inputs, targets = to_device(batch, self.device)

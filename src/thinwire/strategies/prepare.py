@@ -63,7 +63,7 @@ def prepare(
     return make_strategy(spec, model, recipe, comm)
 
 
-def rehearse(spec: str, model: nn.Module, recipe: Recipe, comm: Comm, num_steps: int | None) -> None:
+def rehearse(spec: str, model: nn.Module, recipe: Recipe, comm: Comm, num_steps: int | None) -> Strategy | None:
     """Raise the UsageError that making a strategy later, and its first epoch of so many steps, would raise.
 
     The strategy is made for a copy of the model with zeros, on the CPU, and with a comm that sends nothing. Errors of
@@ -72,11 +72,13 @@ def rehearse(spec: str, model: nn.Module, recipe: Recipe, comm: Comm, num_steps:
     tried = with_tensors(model, {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in named_tensors(model).items()})
     with quiet():
         try:
-            registry.build("strategies", spec, tried, recipe, DryComm(comm)).begin_epoch(num_steps)
+            strategy: Strategy = registry.build("strategies", spec, tried, recipe, DryComm(comm))
+            strategy.begin_epoch(num_steps)
+            return strategy
         except ThinwireError:
             raise
         except Exception:
-            return
+            return None
 
 
 def make_strategy(spec: str, model: nn.Module, recipe: Recipe, comm: Comm) -> Strategy:

@@ -18,7 +18,8 @@ from thinwire.surgery.moments import OptimizerState, states_by_name
 
 def replicate(model: nn.Module, comm: Comm) -> None:
     """Broadcast rank 0's parameters and buffers; tell the user if some rank had others."""
-    refuse_meta(model)
+    if not comm.is_dry:
+        refuse_meta(model)
     tensors = [*model.parameters(), *model.buffers()]
     before = [t.detach().clone() for t in tensors]
     with comm.ledger.purpose("start", instead_of="train"):

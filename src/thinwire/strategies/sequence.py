@@ -70,6 +70,7 @@ class Sequence(Strategy):
         self.recipe, self.optimizers = recipe, OptimizerWatch(recipe.optimizer, may_have_scheduler=len(parts) == 1)
         self.epoch, self.num_steps = 0, 0  # epochs that ended, and steps
         self.epoch_steps, self.has_ended_epoch = 0, False  # steps of this epoch so far; of the last one if it has ended
+        self.kinds_of_ranks: dict[int, list[int]] = {}  # representatives of later parts
         self._rehearse(model, None)
         self.structure = with_tensors(model, {name: t.to("meta") for name, t in named_tensors(model).items()})
         self.groups: list[Comm] = []  # that the present part made
@@ -181,7 +182,9 @@ class Sequence(Strategy):
         for part in self.parts[1:]:
             with self._naming(part):
                 recipe = self._recipe(part, Seam(), OptimizerWatch(self.recipe.optimizer))
-                rehearse(str(part.strategy), model, recipe, self.comm, num_steps)
+                tried = rehearse(str(part.strategy), model, recipe, self.comm, num_steps)
+                if tried is not None:
+                    self.kinds_of_ranks[part.number] = tried.representatives()
 
     @contextmanager
     def _naming(self, part: Part) -> Iterator[None]:
@@ -192,6 +195,11 @@ class Sequence(Strategy):
             if len(self.parts) == 1 or type(error) not in (UsageError, RunError):
                 raise
             raise type(error)(f"sequence: {part}: {error}") from error
+
+    def representatives(self) -> list[int]:
+        """The first rank that sends as much in every part."""
+        kinds = list(zip(self.strategy.representatives(), *self.kinds_of_ranks.values(), strict=True))
+        return [kinds.index(kind) for kind in kinds]
 
     # ---- results and states
 

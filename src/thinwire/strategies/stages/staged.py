@@ -170,6 +170,10 @@ class Staged(Strategy, abstract=True):
             "operations": [self.costs.flops_per_sample, self.costs.backprop_flops_per_sample],
         }
 
+    def representatives(self) -> list[int]:
+        """The first replica of each stage."""
+        return [rank // self.layout.num_replicas * self.layout.num_replicas for rank in range(self.comm.size)]
+
     def consolidate(self) -> nn.Module:
         return self.cut_model.consolidate() if self.has_begun else copy.deepcopy(self.model)
 

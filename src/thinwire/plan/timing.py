@@ -1,0 +1,187 @@
+"""How long ranks compute: some steps of the strategy, run and timed on this machine, lend their times to a schedule."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire import registry
+from thinwire.comm.recording import RecordingComm, record
+from thinwire.comm.trace import Event, Task, Trace
+from thinwire.common.messages import quiet
+from thinwire.errors import PeerLost
+from thinwire.plan.schedule import Schedule, Training
+
+UNTYPICAL_STEPS = 2  # the first ones, in which memory is taken and code is loaded
+FEWEST_STEPS = 6
+MOST_EPOCH_STEPS = 4  # of a timed epoch, so that all phases of a run come within few steps
+
+
+class Laps(NamedTuple):
+    """The events of a step, or of the end of an epoch, and the tasks that it submitted."""
+
+    name: str  # of the mark at its end
+    events: list[Event]
+
+
+def time_steps(spec: str, training: Training, schedule: Schedule, seconds: float) -> dict[int, Trace]:
+    """Traces with times of the recorded ranks: a short run of the strategy with real tensors, of about so many seconds.
+
+    Ranks that send to each other take turns, so each rank's time is its own.
+    """
+    ranks = sorted(schedule.traces)
+    run = _TimedRun(spec, training, seconds * len(ranks))
+    recorded = record(run.train, ranks=len(schedule.nodes), nodes=schedule.nodes, of=ranks, is_timed=True)
+    return {rank: trace for rank, (trace, _, _) in recorded.items()}
+
+
+class _TimedRun:
+    def __init__(self, spec: str, training: Training, seconds: float) -> None:
+        self.spec, self.training, self.end = spec, training, time.perf_counter() + seconds
+
+    def train(self, comm: RecordingComm) -> None:
+        """Train for some steps of every epoch, until the time is over or another rank has ended."""
+        recipe = replace(self.training.recipe, epochs=self.training.epochs, compile=False)
+        with quiet():
+            strategy = registry.build("strategies", self.spec, copy.deepcopy(self.training.model), recipe, comm)
+            steps = 0
+            comm.trace.skip()
+            try:
+                for _ in range(self.training.epochs):
+                    batches = self.training.batches(strategy.shard)
+                    strategy.begin_epoch(min(len(batches), MOST_EPOCH_STEPS))
+                    for batch in batches[:MOST_EPOCH_STEPS]:
+                        strategy.step(batch)
+                        _wait_for(strategy)
+                        comm.trace.add("mark", op="step")
+                        steps += 1
+                    strategy.end_epoch()
+                    _wait_for(strategy)
+                    comm.trace.add("mark", op="epoch")
+                    if steps >= FEWEST_STEPS and time.perf_counter() > self.end:
+                        return
+            except PeerLost:  # a rank that had enough time
+                if not steps:
+                    raise
+
+
+def _wait_for(strategy: object) -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+# ---- times of a schedule's events
+
+
+class Times:
+    """What the timed steps of a rank show: seconds of its main thread by the events of a step, of tasks by theirs."""
+
+    def __init__(self, trace: Trace) -> None:
+        laps = _laps(trace)
+        typical = laps[UNTYPICAL_STEPS:] if len(laps) > 2 * UNTYPICAL_STEPS else laps
+        self.steps = _medians(((lap.name, *map(_shape, lap.events)), lap.events) for lap in typical)
+        self.like_steps = _medians(((lap.name, *map(_loose_shape, lap.events)), lap.events) for lap in typical)
+        self.plain = statistics.median([_total(lap.events) for lap in typical if lap.name == "step"] or [0.0])
+        tasks = trace.tasks[len(trace.tasks) // 4 :]
+        self.tasks = _medians((tuple(map(_shape, task.events)), task.events) for task in tasks)
+        self.like_tasks = _medians((tuple(map(_loose_shape, task.events)), task.events) for task in tasks)
+        self.task_sizes = {tuple(map(_loose_shape, task.events)): _size(task.events) for task in tasks}
+
+    def of_lap(self, lap: Laps) -> list[float]:
+        """Seconds before each event of a step."""
+        exact = self.steps.get((lap.name, *map(_shape, lap.events)))
+        alike = exact or self.like_steps.get((lap.name, *map(_loose_shape, lap.events)))
+        if alike is not None:
+            return alike
+        return [self.plain if lap.name == "step" else 0.0, *[0.0] * (len(lap.events) - 1)]
+
+    def of_task(self, task: Task) -> list[float]:
+        """Seconds before each event of a task; of one with other sizes, in proportion."""
+        exact = self.tasks.get(tuple(map(_shape, task.events)))
+        if exact is not None:
+            return exact
+        loose = tuple(map(_loose_shape, task.events))
+        if loose not in self.like_tasks:
+            return [0.0] * len(task.events)
+        factor = _size(task.events) / max(1, self.task_sizes[loose])
+        return [factor * seconds for seconds in self.like_tasks[loose]]
+
+
+def with_times(schedule: Schedule, timed: dict[int, Trace], speed: float = 1.0) -> dict[int, Trace]:
+    """The schedule's traces, with times of the timed ones; on a machine that is `speed` times as fast."""
+    return {rank: _filled(trace, Times(timed[rank]), speed) for rank, trace in schedule.traces.items()}
+
+
+def _filled(trace: Trace, times: Times, speed: float) -> Trace:
+    filled = copy.copy(trace)
+    filled.events = [
+        event._replace(seconds=seconds / speed)
+        for lap in _laps(trace)
+        for event, seconds in zip(lap.events, times.of_lap(lap), strict=True)
+    ]
+    filled.tasks = [
+        Task(task.thread, [
+            event._replace(seconds=seconds / speed)
+            for event, seconds in zip(task.events, times.of_task(task), strict=True)
+        ])
+        for task in trace.tasks
+    ]  # fmt: skip
+    return filled
+
+
+def _laps(trace: Trace) -> list[Laps]:
+    """The events of a trace, cut behind each mark; what comes before the first step counts to it."""
+    laps, events = [], []
+    for event in trace.events:
+        events.append(event)
+        if event.kind == "mark":
+            laps.append(Laps(event.op, events))
+            events = []
+    return laps
+
+
+def _shape(event: Event) -> Hashable:
+    return event.kind, event.op, event.payload
+
+
+def _loose_shape(event: Event) -> Hashable:
+    return event.kind, event.op
+
+
+def _size(events: Sequence[Event]) -> int:
+    return sum(event.payload for event in events)
+
+
+def _total(events: Sequence[Event]) -> float:
+    return sum(event.seconds for event in events)
+
+
+def _medians(groups: Iterable[tuple[Hashable, Sequence[Event]]]) -> dict[Hashable, list[float]]:
+    """The median of the seconds of each event, over all that have the same shape."""
+    found: dict[Hashable, list[list[float]]] = defaultdict(list)
+    for shape, events in groups:
+        found[shape].append([event.seconds for event in events])
+    return {shape: [statistics.median(column) for column in zip(*rows, strict=True)] for shape, rows in found.items()}
+
+
+def activation_bytes(training: Training, run: Callable[[], Tensor]) -> int:
+    """The bytes that a forward pass keeps for the backward pass."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        run()
+    own = {p.untyped_storage()._cdata for p in training.model.parameters()}
+    return sum(count for storage, count in kept.items() if storage not in own)
