@@ -23,8 +23,8 @@ from thinwire.plan.machine import measure_machine
 from thinwire.plan.predict import predict_epochs
 from thinwire.plan.schedule import record_schedule
 from thinwire.plan.timing import time_steps
-from thinwire.plan.training import training_of
 from thinwire.plan.wire import Wire, lab_frames
+from thinwire.plan.workload import TaskWorkload
 from thinwire.tasks.loading import load_task
 
 SPECS = [
@@ -43,7 +43,14 @@ SPECS = [
     "pipeline(blocks=2)",
 ]
 WORLDS = [("20mbit", 2, 2), ("300mbit", 2, 2), ("100mbit,10ms", 2, 2), ("100mbit", 3, 3), ("100mbit", 4, 2)]
-SETTINGS = {"task": "synthetic", "model": "mlp(width=384, depth=3)", "batch_size": 64, "lr": 0.05, "optimizer": "sgd"}
+SETTINGS = {
+    "task": "synthetic",
+    "model": "mlp(width=384, depth=3)",
+    "batch_size": 64,
+    "lr": 0.05,
+    "optimizer": "sgd",
+    "epochs": 4,
+}
 EPOCHS, STEPS = 4, 8
 
 
@@ -98,7 +105,7 @@ def main() -> None:
         possible = [s for s in specs if not (ranks % 2 and "blocks=2" in s)]
         found = measured(link, ranks, nodes, possible)
         for spec in possible:
-            training = training_of(config, task, ranks, EPOCHS, STEPS)
+            training = TaskWorkload(config, task).training(ranks, EPOCHS, STEPS)
             schedule = record_schedule(spec, training, placed)
             timed = time_steps(spec, training, schedule, 0.5)
             predicted = predict_epochs(schedule, timed, wire)
@@ -118,8 +125,8 @@ def row_of(spec: str, world: str, predicted, real: dict) -> dict:
     for key, guess in (
         ("seconds", predicted.seconds),
         ("waiting", predicted.waiting),
-        ("kernel", predicted.kernel),
-        ("wire", predicted.wire),
+        ("kernel", predicted.kernel_between_bytes),
+        ("wire", predicted.between_bytes),
     ):
         row[key] = [sum(guess[skip:]), sum(real[key][skip:])]
     off = {key: row[key][0] / row[key][1] - 1 if row[key][1] else 0.0 for key in ("seconds", "kernel", "wire")}

@@ -12,7 +12,7 @@ import thinwire as tw
 from thinwire import registry
 from thinwire.config import RunConfig
 from thinwire.netlab import sent_bytes
-from thinwire.plan.training import training_of
+from thinwire.plan.workload import TaskWorkload
 from thinwire.tasks.loading import load_task
 
 
@@ -23,7 +23,7 @@ def main() -> None:
     with tw.join("gloo", device="cpu") as comm:
         task = load_task(config.task, config.data, 0)
         for spec in case["specs"]:
-            training = training_of(config, task, comm.size, case["epochs"], case["steps"])
+            training = TaskWorkload(config, task).training(comm.size, case["epochs"], case["steps"])
             try:
                 found = measure(spec, training, comm, case["epochs"])
             except Exception as error:

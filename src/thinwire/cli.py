@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from thinwire import __version__, registry
-from thinwire.config import CompareConfig, RunConfig
+from thinwire.config import CompareConfig, PlanConfig, RunConfig
 from thinwire.errors import ThinwireError, invalid
 
 app = App(
@@ -31,6 +31,9 @@ app = App(
 
     # compare two strategies on a real slow network
     thinwire compare data_parallel diloco --ranks 4 --link 100mbit
+
+    # which strategy is fastest on a network that you need not have
+    thinwire plan --ranks 8 --nodes 2 --link 1gbit
 
     # list all strategies and their options
     thinwire list strategies
@@ -87,6 +90,30 @@ def compare(
     from thinwire.compare.runner import compare
 
     compare(list(strategies), settings.model_dump(include=settings.model_fields_set))
+
+
+@app.command(sort_key=3)
+def plan(
+    *strategies: Annotated[
+        str,
+        Parameter(help="Names from 'thinwire list strategies', with options in brackets. Default: all that can run."),
+    ],
+    settings: Annotated[PlanConfig, Parameter(name="*")] = PlanConfig(),
+    as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print JSON.")] = False,
+) -> None:
+    """Tell which strategy to take on a network: seconds, bytes, waiting and memory of each, the fastest first.
+
+    Computing is measured on this machine, in about a minute; the network is a model, so you need not have it. For
+    example:
+
+    ```
+    thinwire plan --task cifar10 --data DIR --model resnet18 --ranks 8 --nodes 2 --link 1gbit --link 10gbit
+    thinwire plan data_parallel diloco --ranks 4 --link 50mbit,20ms --out plans/wan
+    ```
+    """
+    from thinwire.advice.plan import plan
+
+    plan(strategies, settings, as_json)
 
 
 @app.command(sort_key=3)

@@ -166,6 +166,44 @@ class CompareConfig(RunConfig):
         return RunConfig(**{**common, "strategy": strategy, "seed": seed, "out": out, "resume": resume})
 
 
+class PlanConfig(BaseModel):
+    """The settings of a plan: what is trained, on how many ranks, and on which network."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    task: Annotated[str, option(WHAT, "A name from 'thinwire list tasks', or your own package.module:function.")] = (
+        "digits"
+    )
+    model: Annotated[str | None, option(WHAT, "A name from 'thinwire list models'. Default: the task's.")] = None
+    data: Annotated[Path | None, option(WHAT, "Folder of the task's data files, if it needs any.")] = None
+    epochs: Annotated[PositiveInt | None, option(HOW, "Passes over the data. Default: the task's.")] = None
+    batch_size: Annotated[PositiveInt | None, option(HOW, "Samples per rank and step. Default: the task's.")] = None
+    optimizer: Annotated[str | None, option(HOW, "A name from 'thinwire list optimizers'. Default: the task's.")] = None
+    accumulate: Annotated[PositiveInt, option(HOW, "Pieces that each batch is computed in.")] = 1
+    autocast: Annotated[bool, option(HOW, "Compute in bfloat16 where that is safe (torch.autocast).")] = False
+    ranks: Annotated[PositiveInt, option(WHERE, "Processes that train, 2 or more.")] = 4
+    nodes: Annotated[PositiveInt | None, option(WHERE, "Machines that share them. Default: one for each rank.")] = None
+    link: Annotated[
+        list[str],
+        option(WHERE, "Rate and delay (each way) of each node's link, as 100mbit or 1gbit,10ms. May be given again."),
+    ] = ["100mbit"]
+    here: Annotated[
+        bool,
+        option(WHERE, "Nodes are hosts on this machine, as train --link makes them, and share its cores."),
+    ] = False
+    compute: Annotated[
+        str | None,
+        option(WHERE, "Computing rate of a rank, as 20tflops, if that is not this machine's. Default: measured."),
+    ] = None
+    own_runs: Annotated[
+        Path | None,
+        Parameter(name="--from", group=WHERE, help="Folder of your own finished runs, for what they say of accuracy."),
+    ] = None
+    out: Annotated[
+        Path | None, option(WHERE, "Folder for plan.html, with curves, and plan.json. Default: no page.")
+    ] = None
+
+
 # Settings that may change when a run is resumed. All others decide its numbers.
 MAY_CHANGE = {
     "epochs", "minutes", "test_every", "strict", "data", "out", "resume", "checkpoint_every", "keep", "restarts",

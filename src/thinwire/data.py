@@ -94,7 +94,7 @@ class Loader:
 
     def __len__(self) -> int:
         """Batches per epoch."""
-        full, tail = self._sizes()
+        full, tail = self.sizes()
         return full + (tail > 0)
 
     def __iter__(self) -> Iterator[Any]:
@@ -149,11 +149,11 @@ class Loader:
         """The indices of the samples in each batch of an epoch."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
         order = torch.randperm(self.num_samples, generator=generator)
-        full, tail = self._sizes()
+        full, tail = self.sizes()
         sizes = [self.batch_size * self.ranks] * full + [tail] * (tail > 0)
         return [part[self.shard.index :: self.shard.count] for part in order[: sum(sizes)].split(sizes)]
 
-    def _sizes(self) -> tuple[int, int]:
+    def sizes(self) -> tuple[int, int]:
         """The number of full batches in an epoch, and of samples in the last, smaller one."""
         full, rest = divmod(self.num_samples, self.batch_size * self.ranks)
         unit = math.lcm(self.ranks, self.shard.count)  # so that ranks, and shards, get equally many

@@ -206,7 +206,7 @@ def test_wrong_defaults_of_a_task_are_named(tmp_path: Path) -> None:
     for defaults, message in (({"epoch": 3}, "did you mean 'epochs'"), ({"lr": -1}, "lr=-1 is not possible")):
         task = dataclasses.replace(load_task("digits", None, 0), defaults=defaults)
         with tw.join() as comm, pytest.raises(tw.UsageError, match=message):
-            with_defaults(RunConfig(), task, comm)
+            with_defaults(RunConfig(), task, comm.size)
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
-"""How the C library treats memory that was freed."""
+"""Memory of this machine: how much is free, and how the C library treats what was freed."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import os
+import re
+from pathlib import Path
 
 # Of mallopt in glibc's malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
@@ -30,3 +32,12 @@ def keep_freed_memory() -> bool:
     settings = {M_ARENA_MAX: 1, M_MMAP_THRESHOLD: LARGEST_BLOCK, M_TRIM_THRESHOLD: KEPT_BYTES}
     done = [mallopt(name, value) for name, value in settings.items()]
     return all(done)
+
+
+def free_memory() -> float:
+    """Bytes that processes could still take, as Linux estimates; infinite where it does not say."""
+    try:
+        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    except OSError:
+        found = None
+    return 1024 * int(found[1]) if found else float("inf")

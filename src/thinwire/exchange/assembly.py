@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import torch
 from torch import nn
 
 from thinwire.comm.base import Comm
+from thinwire.common.memory import free_memory
 from thinwire.exchange.sharded import ShardedTensors
 from thinwire.exchange.streamed import Factors, times_factor
 from thinwire.surgery.meta import with_tensors
@@ -28,8 +26,4 @@ def free_bytes(device: torch.device, comm: Comm) -> float:
     neighbours = comm.nodes.count(comm.nodes[comm.rank])
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] / max(1, neighbours // torch.cuda.device_count())
-    try:
-        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    except OSError:
-        found = None
-    return 1024 * int(found[1]) / neighbours if found else float("inf")
+    return free_memory() / neighbours

@@ -22,8 +22,8 @@ class Link(NamedTuple):
         return f"{self.rate_mbit:g}mbit" + (f",{self.latency_ms:g}ms" if self.latency_ms else "")
 
 
-def parse_link(text: str) -> Link:
-    """A link from its text: a rate, and perhaps a latency.
+def parse_link(text: str, slowest_mbit: float = SLOWEST_MBIT, fastest_mbit: float = FASTEST_MBIT) -> Link:
+    """A link from its text: a rate, in both directions, and perhaps a latency.
 
     >>> parse_link("1gbit"), str(parse_link("2.5mbit,500us"))
     (Link(rate_mbit=1000.0, latency_ms=0.0), '2.5mbit,0.5ms')
@@ -39,8 +39,9 @@ def parse_link(text: str) -> Link:
             f"link '{text}': expected a rate in kbit, mbit or gbit and perhaps a latency in us, ms or s; "
             "try 100mbit, or 1gbit,10ms (10 ms each way)"
         ) from None
-    if not SLOWEST_MBIT <= link.rate_mbit <= FASTEST_MBIT:
-        raise UsageError(f"link '{text}': possible rates are 1mbit to 10gbit; try 100mbit")
+    if not slowest_mbit <= link.rate_mbit <= fastest_mbit:
+        possible = f"{slowest_mbit:g}mbit to {fastest_mbit / 1e3:g}gbit"
+        raise UsageError(f"link '{text}': possible rates are {possible}, in both directions; try 100mbit")
     if link.latency_ms > LONGEST_MS:
         raise UsageError(f"link '{text}': possible latencies are 0ms to 2s; try 100mbit,10ms")
     return link

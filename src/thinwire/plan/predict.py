@@ -2,52 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
 from thinwire.comm.trace import Event, Trace
 from thinwire.plan.replay import replay
 from thinwire.plan.schedule import Schedule
-from thinwire.plan.timing import with_times
+from thinwire.plan.timing import Effort, with_times
 from thinwire.plan.wire import Wire, messages
+
+TRAINING = ("train", "sync")
+
+
+class Sent(NamedTuple):
+    """Bytes of all ranks: by the ledger, as the Linux kernel counts them, and the part of both that leaves a node."""
+
+    wire: float = 0.0
+    kernel: float = 0.0
+    between: float = 0.0
+    kernel_between: float = 0.0
+
+    def plus(self, other: Sent) -> Sent:
+        return Sent(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 class Epochs(NamedTuple):
-    """For each epoch of a run: seconds, seconds that a rank waits, and bytes of all ranks between nodes."""
+    """For each epoch of a run: seconds, seconds that a rank waits on average, and bytes of all ranks."""
 
     seconds: list[float]
     waiting: list[float]
-    kernel: list[float]
-    wire: list[float]
+    wire_bytes: list[float]
+    kernel_bytes: list[float]
+    between_bytes: list[float]
+    kernel_between_bytes: list[float]
 
 
-def predict_epochs(schedule: Schedule, timed: Mapping[int, Trace], wire: Wire) -> Epochs:
+def predict_epochs(schedule: Schedule, timed: Mapping[int, Trace], wire: Wire, effort: Effort = Effort()) -> Epochs:
     """Replay a schedule on a network, with the times of timed steps."""
-    result = replay(with_times(schedule, dict(timed)), schedule.stands_for, schedule.nodes, wire)
-    kernel, sent = bytes_by_epoch(schedule, wire)
-    return Epochs(_steps(result.seconds("epoch")), _steps(result.waited("epoch")), kernel, sent)
+    result = replay(with_times(schedule, timed, effort), schedule.stands_for, schedule.nodes, wire)
+    sent = [[one[i] for one in sent_by_epoch(schedule, wire)] for i in range(len(Sent._fields))]
+    return Epochs(_steps(result.seconds("epoch")), _steps(result.waited("epoch")), *sent)
 
 
 def _steps(times: list[float]) -> list[float]:
     return [now - before for before, now in zip([0.0, *times], times, strict=False)]
 
 
-def bytes_by_epoch(schedule: Schedule, wire: Wire) -> tuple[list[float], list[float]]:
-    """What all ranks send between nodes in each epoch: as the Linux kernel counts, and by the ledger."""
-    kernel = [0.0] * 0
-    sent = [0.0] * 0
+def sent_by_epoch(schedule: Schedule, wire: Wire) -> list[Sent]:
+    """What all ranks send for training in each epoch."""
+    known: dict[Hashable, Sent] = {}
+    found: list[Sent] = []
     for rank, trace in schedule.traces.items():
-        weight = schedule.stands_for.count(rank)
+        represented = [r for r, recorded in enumerate(schedule.stands_for) if recorded == rank]
         for epoch, events in enumerate(_epochs(trace)):
-            if epoch == len(kernel):
-                kernel.append(0.0)
-                sent.append(0.0)
+            total = Sent()
             for event in events:
-                if event.kind == "start" and event.purpose in ("train", "sync"):
-                    k, w = _between(event, rank, trace, schedule, wire)
-                    kernel[epoch] += weight * k
-                    sent[epoch] += weight * w
-    return kernel, sent
+                if event.kind == "start" and event.purpose in TRAINING:
+                    key = rank, event.op, event.channel.group, event.payload, tuple(event.sent.items())
+                    if key not in known:
+                        known[key] = _sent_in(event, rank, represented, schedule, wire)
+                    total = total.plus(known[key])
+            found += [Sent()] * (epoch + 1 - len(found))
+            found[epoch] = found[epoch].plus(total)
+    return found
 
 
 def _epochs(trace: Trace) -> list[list[Event]]:
@@ -62,14 +79,17 @@ def _epochs(trace: Trace) -> list[list[Event]]:
     return epochs[:-1]
 
 
-def _between(event: Event, rank: int, trace: Trace, schedule: Schedule, wire: Wire) -> tuple[float, float]:
-    """Bytes of an operation that leave the node of a rank: as Linux counts them, and by the ledger."""
-    group = next(g for g in trace.groups[event.channel.group] if rank in g)
-    here = schedule.nodes[rank]
-    number = messages(event.op, event.payload, len(group), len(event.sent)) / max(1, len(event.sent))
-    kernel = sent = 0.0
-    for to, count in event.sent.items():
-        if schedule.nodes[group[to]] != here:
-            kernel += wire.kernel_bytes(count, number)
-            sent += count
-    return kernel, sent
+def _sent_in(event: Event, rank: int, represented: list[int], schedule: Schedule, wire: Wire) -> Sent:
+    """What a rank sends in an operation, and all ranks that it stands for: each to the same places behind it."""
+    groups = {r: group for group in schedule.traces[rank].groups[event.channel.group] for r in group}
+    own = groups[rank].index(rank)
+    number = messages(event.op, event.payload, len(groups[rank]), len(event.sent)) / max(1, len(event.sent))
+    total = Sent()
+    for other in represented:
+        group = groups[other]
+        shift = group.index(other) - own
+        for to, count in event.sent.items():
+            leaves = schedule.nodes[group[(to + shift) % len(group)]] != schedule.nodes[other]
+            kernel = wire.kernel_bytes(count, number)
+            total = total.plus(Sent(count, kernel, count * leaves, kernel * leaves))
+    return total

@@ -6,7 +6,7 @@ import copy
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,13 +16,26 @@ from torch import Tensor
 from thinwire import registry
 from thinwire.comm.recording import RecordingComm, record
 from thinwire.comm.trace import Event, Task, Trace
+from thinwire.common.memory import keep_freed_memory
 from thinwire.common.messages import quiet
-from thinwire.errors import PeerLost
+from thinwire.common.tensors import num_bytes
+from thinwire.data import Batch
+from thinwire.errors import PeerLost, UsageError
 from thinwire.plan.schedule import Schedule, Training
+from thinwire.strategies.base import Strategy
 
+FORWARD = 1 / 3  # share of the forward pass in the computing of a step
 UNTYPICAL_STEPS = 2  # the first ones, in which memory is taken and code is loaded
 FEWEST_STEPS = 6
 MOST_EPOCH_STEPS = 4  # of a timed epoch, so that all phases of a run come within few steps
+
+
+class Effort(NamedTuple):
+    """How the real model differs from the one whose steps were timed: factors of computing and of memory."""
+
+    computing: float = 1.0
+    memory: float = 1.0
+    plain: float = 0.0  # seconds of a timed step, where none could be timed with the strategy
 
 
 class Laps(NamedTuple):
@@ -37,9 +50,13 @@ def time_steps(spec: str, training: Training, schedule: Schedule, seconds: float
 
     Ranks that send to each other take turns, so each rank's time is its own.
     """
+    keep_freed_memory()  # as ranks do
     ranks = sorted(schedule.traces)
     run = _TimedRun(spec, training, seconds * len(ranks))
-    recorded = record(run.train, ranks=len(schedule.nodes), nodes=schedule.nodes, of=ranks, is_timed=True)
+    try:
+        recorded = record(run.train, ranks=len(schedule.nodes), nodes=schedule.nodes, of=ranks, is_timed=True)
+    except UsageError:  # a small model in place of the real one may be too small for the strategy
+        return {rank: Trace(len(schedule.nodes)) for rank in ranks}
     return {rank: trace for rank, (trace, _, _) in recorded.items()}
 
 
@@ -59,7 +76,10 @@ class _TimedRun:
                     batches = self.training.batches(strategy.shard)
                     strategy.begin_epoch(min(len(batches), MOST_EPOCH_STEPS))
                     for batch in batches[:MOST_EPOCH_STEPS]:
-                        strategy.step(batch)
+                        if steps:
+                            strategy.step(batch)
+                        else:
+                            comm.trace.kept_bytes = _kept_in(strategy, batch)
                         _wait_for(strategy)
                         comm.trace.add("mark", op="step")
                         steps += 1
@@ -71,6 +91,22 @@ class _TimedRun:
             except PeerLost:  # a rank that had enough time
                 if not steps:
                     raise
+
+
+def _kept_in(strategy: Strategy, batch: Batch) -> int:
+    """Take a step; returns the bytes that its forward passes keep for backward passes, and as much as all gradients."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        strategy.step(batch)
+    parameters = list(strategy.model.parameters())  # type: ignore[attr-defined]
+    own = {p.untyped_storage()._cdata for p in parameters}
+    gradients = sum(num_bytes(p) for p in parameters if p.requires_grad)
+    return gradients + sum(count for storage, count in kept.items() if storage not in own)
 
 
 def _wait_for(strategy: object) -> None:
@@ -85,12 +121,12 @@ def _wait_for(strategy: object) -> None:
 class Times:
     """What the timed steps of a rank show: seconds of its main thread by the events of a step, of tasks by theirs."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, plain: float = 0.0) -> None:
         laps = _laps(trace)
         typical = laps[UNTYPICAL_STEPS:] if len(laps) > 2 * UNTYPICAL_STEPS else laps
         self.steps = _medians(((lap.name, *map(_shape, lap.events)), lap.events) for lap in typical)
         self.like_steps = _medians(((lap.name, *map(_loose_shape, lap.events)), lap.events) for lap in typical)
-        self.plain = statistics.median([_total(lap.events) for lap in typical if lap.name == "step"] or [0.0])
+        self.plain = statistics.median([_total(lap.events) for lap in typical if lap.name == "step"] or [plain])
         tasks = trace.tasks[len(trace.tasks) // 4 :]
         self.tasks = _medians((tuple(map(_shape, task.events)), task.events) for task in tasks)
         self.like_tasks = _medians((tuple(map(_loose_shape, task.events)), task.events) for task in tasks)
@@ -102,7 +138,11 @@ class Times:
         alike = exact or self.like_steps.get((lap.name, *map(_loose_shape, lap.events)))
         if alike is not None:
             return alike
-        return [self.plain if lap.name == "step" else 0.0, *[0.0] * (len(lap.events) - 1)]
+        submits = [event.kind == "submit" for event in lap.events]
+        plain = self.plain if lap.name == "step" else 0.0
+        share = 1 - FORWARD if any(submits) else 0.0  # the backward pass gives buckets away while it goes on
+        spread = [plain * share / max(1, sum(submits)) * submit for submit in submits]
+        return [spread[0] + plain * (1 - share), *spread[1:]]
 
     def of_task(self, task: Task) -> list[float]:
         """Seconds before each event of a task; of one with other sizes, in proportion."""
@@ -116,21 +156,21 @@ class Times:
         return [factor * seconds for seconds in self.like_tasks[loose]]
 
 
-def with_times(schedule: Schedule, timed: dict[int, Trace], speed: float = 1.0) -> dict[int, Trace]:
-    """The schedule's traces, with times of the timed ones; on a machine that is `speed` times as fast."""
-    return {rank: _filled(trace, Times(timed[rank]), speed) for rank, trace in schedule.traces.items()}
+def with_times(schedule: Schedule, timed: Mapping[int, Trace], effort: Effort = Effort()) -> dict[int, Trace]:
+    """The schedule's traces, with times of the timed ones."""
+    return {rank: _filled(trace, Times(timed[rank], effort.plain), effort) for rank, trace in schedule.traces.items()}
 
 
-def _filled(trace: Trace, times: Times, speed: float) -> Trace:
+def _filled(trace: Trace, times: Times, effort: Effort) -> Trace:
     filled = copy.copy(trace)
     filled.events = [
-        event._replace(seconds=seconds / speed)
+        event._replace(seconds=seconds * effort.computing)
         for lap in _laps(trace)
         for event, seconds in zip(lap.events, times.of_lap(lap), strict=True)
     ]
     filled.tasks = [
         Task(task.thread, [
-            event._replace(seconds=seconds / speed)
+            event._replace(seconds=seconds)
             for event, seconds in zip(task.events, times.of_task(task), strict=True)
         ])
         for task in trace.tasks
@@ -171,17 +211,3 @@ def _medians(groups: Iterable[tuple[Hashable, Sequence[Event]]]) -> dict[Hashabl
     for shape, events in groups:
         found[shape].append([event.seconds for event in events])
     return {shape: [statistics.median(column) for column in zip(*rows, strict=True)] for shape, rows in found.items()}
-
-
-def activation_bytes(training: Training, run: Callable[[], Tensor]) -> int:
-    """The bytes that a forward pass keeps for the backward pass."""
-    kept: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        run()
-    own = {p.untyped_storage()._cdata for p in training.model.parameters()}
-    return sum(count for storage, count in kept.items() if storage not in own)

@@ -38,13 +38,13 @@ def fingerprint(model: nn.Module) -> str:
     return hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:16]
 
 
-def with_defaults(config: RunConfig, task: Task, comm: Comm) -> RunConfig:
+def with_defaults(config: RunConfig, task: Task, ranks: int) -> RunConfig:
     """The config with defaults, from the task first, for every setting that was not given."""
     for name in task.defaults:
         if name not in RunConfig.model_fields:
             raise unknown("setting in the task's defaults", name, RunConfig.model_fields)
     own_model = {"model": task.model} if isinstance(task.model, str) else {}
-    defaults = {**FALLBACK, **own_model, **task.defaults, "ranks": comm.size}
+    defaults = {**FALLBACK, **own_model, **task.defaults, "ranks": ranks}
     missing = {name: value for name, value in defaults.items() if getattr(config, name) is None}
     return make_config(config.model_dump(), missing, source=f"defaults of {config.task}")
 

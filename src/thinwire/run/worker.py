@@ -75,7 +75,7 @@ class Run:
         self.progress_file = progress_file
         seed_everything(config.seed)
         self.task = load_task(config.task, config.data, config.seed)
-        self.config = with_defaults(config, self.task, comm)
+        self.config = with_defaults(config, self.task, comm.size)
         seed_everything(config.seed)
         model = self.task.build_model(config.model).to(device)
         size = num_parameters(model)

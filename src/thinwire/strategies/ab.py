@@ -61,6 +61,7 @@ class AB(Strategy):
 
     keeps_model = False
     makes_small_model = True
+    has_phases = True
 
     series: ClassVar = {
         "layer_ranks": Series(

@@ -42,6 +42,8 @@ class DASO(Strategy):
     (DASO)", Journal of Big Data 9, 2022.
     """
 
+    has_phases = True
+
     def __init__(
         self,
         model: nn.Module,

@@ -43,6 +43,7 @@ class Sequence(Strategy):
     """
 
     keeps_model = False
+    has_phases = True
 
     def __init__(
         self,

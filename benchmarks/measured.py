@@ -1,0 +1,38 @@
+"""Write what docs/results.json says of accuracy into the package, where `thinwire plan` and `auto` read it.
+
+python benchmarks/measured.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from thinwire.plan.measured import FILE, compare_cells
+
+RESULTS = Path(__file__).parent.parent / "docs" / "results.json"
+
+
+def cells() -> list[dict]:
+    """The cells of results.json, with one text for all that decides a run besides strategy and seed."""
+    rows = json.loads(RESULTS.read_text())["cells"]
+    return [
+        {
+            **row,
+            "setting": (
+                f"CIFAR-10{' of 4,000 images' if row['scale'] == 'small' else ''}, {row['model']}, "
+                f"{row['optimizer'].partition('(')[0]}, {row['ranks']} ranks, {row['epochs']} epochs"
+            ),
+        }
+        for row in rows
+    ]
+
+
+def text() -> str:
+    """The file's text."""
+    return json.dumps(compare_cells(cells()), indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    FILE.write_text(text())
+    print(FILE)

@@ -1,0 +1,63 @@
+"""A plan as a table in the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from thinwire.advice.plan import Option, Plan
+from thinwire.advice.ranking import LOSS_ALLOWED, chosen
+from thinwire.common.formats import format_bytes, format_seconds
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """Print a table for each link, what was left out, and what the figures rest on."""
+    config, about = plan.config, plan.about
+    nodes = config.nodes or config.ranks
+    for link, options in zip(plan.links, plan.options, strict=True):
+        title = f"{config.task} on {config.ranks} ranks and {nodes} nodes, each with a link of {link}"
+        console.print(_table(title, options))
+        for line in advice(options):
+            console.print(line, highlight=False)
+    for reason in plan.left_out.values():
+        console.print(f"left out: {escape(reason)}", style="dim", highlight=False)
+    how = "timed on this machine" if about["is_timed"] else "estimated by its operations: the model cannot be run here"
+    console.print(
+        f"{about['parameters']:,} parameters; computing {how}. Accuracy is told only where it was measured.",
+        style="dim", highlight=False,
+    )  # fmt: skip
+
+
+def _table(title: str, options: list[Option]) -> Table:
+    table = Table(title=escape(title), title_justify="left", caption_justify="left")
+    table.add_column("strategy", overflow="fold", min_width=24)
+    for heading in ("a step", "an epoch", "waiting", "sent a step", "between nodes", "memory"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("points of accuracy", overflow="fold", justify="right")
+    for option in options:
+        f = option.forecast
+        table.add_row(
+            escape(f.strategy), _seconds(f.seconds_per_step), _seconds(f.seconds_per_epoch),
+            f"{f.waiting_share:.0%}", format_bytes(round(f.kernel_bytes_per_step)),
+            format_bytes(round(f.between_bytes_per_step)), format_bytes(f.memory_bytes),
+            ", ".join(f"{quality.points:+.1f}" for quality in option.measured) or "not measured",
+        )  # fmt: skip
+    return table
+
+
+def advice(options: list[Option]) -> list[str]:
+    """Which option is fastest, and which is the fastest of those that were measured to keep the accuracy."""
+    fastest, safe = options[0], chosen(options)
+    lines = [f"fastest: [bold]{escape(fastest.forecast.strategy)}[/bold], {escape(fastest.why)}"]
+    if safe is not None and safe is not fastest:
+        found = safe.measured[0] if safe.measured else "exact"
+        lines.append(
+            f"fastest that lost at most {LOSS_ALLOWED} points where it was measured: "
+            f"[bold]{escape(safe.forecast.strategy)}[/bold] ({escape(str(found))}), {escape(safe.why)}"
+        )
+    return lines
+
+
+def _seconds(seconds: float) -> str:
+    return format_seconds(seconds) if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -1,0 +1,88 @@
+"""What measured runs say of a strategy's accuracy: points against data_parallel at the same settings."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from thinwire.errors import UsageError
+from thinwire.spec import parse
+
+REFERENCE = "data_parallel"
+FILE = Path(__file__).with_name("measured.json")  # made of docs/results.json by benchmarks/measured.py
+
+
+class Quality(NamedTuple):
+    """Points of accuracy that a strategy gained or lost against data_parallel, over so many seeds, and where."""
+
+    points: float
+    seeds: int
+    about: str
+
+    def __str__(self) -> str:
+        seeds = f"{self.seeds} seed{'s' if self.seeds > 1 else ''}"
+        return f"{self.points:+.1f} points ({self.about}, {seeds})"
+
+
+@cache
+def shipped() -> dict[str, list[Quality]]:
+    """The measurements of docs/results.md, by strategy."""
+    return {spec: [Quality(*row) for row in rows] for spec, rows in json.loads(FILE.read_text()).items()}
+
+
+def qualities(spec: str, own: Mapping[str, list[Quality]] | None = None) -> list[Quality]:
+    """All that was measured of a strategy with just these options: the user's own runs first."""
+    spec = str(parse(spec))
+    return [*(own or {}).get(spec, []), *shipped().get(spec, [])]
+
+
+def compare_cells(cells: Iterable[Mapping[str, Any]]) -> dict[str, list[Quality]]:
+    """Qualities from finished runs: dictionaries with strategy, setting (what else decides a run), seed and accuracy.
+
+    >>> runs = [("data_parallel", 0, 90.0), ("diloco", 0, 89.0), ("data_parallel", 1, 90.5), ("diloco", 1, 89.0)]
+    >>> cells = [{"strategy": s, "seed": i, "accuracy": a, "setting": "digits"} for s, i, a in runs]
+    >>> print(compare_cells(cells)["diloco"][0])
+    -1.2 points (digits, 2 seeds)
+    """
+    found: dict[tuple[str, str], dict[int, float]] = {}
+    for cell in cells:
+        key = str(parse(cell["strategy"])), str(cell["setting"])
+        found.setdefault(key, {})[cell["seed"]] = float(cell["accuracy"])
+    result: dict[str, list[Quality]] = {}
+    for (spec, setting), by_seed in found.items():
+        reference = found.get((REFERENCE, setting), {})
+        seeds = sorted(by_seed.keys() & reference.keys())
+        if spec != REFERENCE and seeds:
+            points = statistics.fmean(by_seed[seed] - reference[seed] for seed in seeds)
+            result.setdefault(spec, []).append(Quality(round(points, 2), len(seeds), setting))
+    return result
+
+
+def read_own(folder: Path) -> dict[str, list[Quality]]:
+    """Qualities from the runs in a folder that `thinwire compare` or `thinwire train` wrote, or that holds such."""
+    cells = []
+    for path in sorted(folder.glob("**/summary.json")) if folder.is_dir() else []:
+        summary = json.loads(path.read_text())
+        if summary.get("metric") == "accuracy":
+            setting = f"{summary['task']}, {summary.get('model') or 'model'}, {summary['epochs']} epochs"
+            cells.append({
+                "strategy": summary["strategy"], "seed": summary["seed"], "accuracy": summary["value"],
+                "setting": setting,
+            })  # fmt: skip
+    if not cells:
+        raise UsageError(
+            f"--from {folder} holds no finished runs with an accuracy (no summary.json); give a folder that thinwire "
+            "compare or thinwire train wrote"
+        )
+    return compare_cells(cells)
+
+
+def is_safe(spec: str, measured: list[Quality], loss_allowed: float) -> bool:
+    """Whether a strategy computes what data_parallel does, or lost no more than allowed wherever it was measured."""
+    if str(parse(spec)) == REFERENCE:
+        return True
+    return bool(measured) and min(quality.points for quality in measured) >= -loss_allowed

@@ -1,0 +1,105 @@
+"""Forecasts: what strategies would take and send on a network, from one short measurement on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from thinwire import registry
+from thinwire.comm.trace import Trace
+from thinwire.plan.predict import predict_epochs
+from thinwire.plan.schedule import Schedule, Training, record_schedule
+from thinwire.plan.timing import Effort, time_steps
+from thinwire.plan.wire import Wire
+from thinwire.spec import parse
+
+PLAIN_EPOCHS, PLAIN_STEPS = 2, 256  # that are recorded of a strategy whose epochs are all alike
+PHASED_STEPS, FEWEST_STEPS, MOST_EPOCHS = 640, 8, 100  # of one that has phases: in all, of an epoch, and epochs
+
+
+class Workload(Protocol):
+    """What is to be trained, for any number of ranks."""
+
+    epochs: int
+
+    def steps_per_epoch(self, ranks: int) -> int: ...
+
+    def training(self, ranks: int, epochs: int, most_steps: int) -> Training:
+        """The first steps of a run of so many epochs, with a model that may be on the meta device."""
+
+    def stand_in(self, ranks: int, epochs: int, most_steps: int) -> Training:
+        """The same, or with a small model if the real one cannot be run here; its steps are timed."""
+
+    def effort(self, ranks: int) -> Effort:
+        """How much longer a step of the real model computes than one of the stand-in."""
+
+
+class Forecast(NamedTuple):
+    """What a strategy would take on a network. Bytes per step are of a rank on average, `between` of all ranks."""
+
+    strategy: str
+    seconds_per_step: float
+    seconds_per_epoch: float
+    waiting_share: float
+    wire_bytes_per_step: float
+    kernel_bytes_per_step: float
+    between_bytes_per_step: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Study:
+    """A strategy on a number of ranks: its schedule, the times of its steps, and the memory of a rank."""
+
+    spec: str
+    schedule: Schedule
+    timed: dict[int, Trace]
+    effort: Effort
+    steps_per_epoch: int
+    first_typical_epoch: int  # epochs before it are not counted
+    memory_bytes: int
+
+    def forecast(self, wire: Wire) -> Forecast:
+        """The strategy on a network."""
+        epochs = predict_epochs(self.schedule, self.timed, wire, self.effort)
+        first, recorded = self.first_typical_epoch, self.schedule.steps_per_epoch
+        count = len(epochs.seconds) - first
+        steps = count * recorded
+        seconds = sum(epochs.seconds[first:]) / steps
+        ranks = len(self.schedule.nodes)
+        return Forecast(
+            self.spec, seconds, seconds * self.steps_per_epoch,
+            sum(epochs.waiting[first:]) / max(1e-12, sum(epochs.seconds[first:])),
+            sum(epochs.wire_bytes[first:]) / steps / ranks, sum(epochs.kernel_bytes[first:]) / steps / ranks,
+            sum(epochs.between_bytes[first:]) / steps, self.memory_bytes,
+        )  # fmt: skip
+
+
+def study(
+    spec: str, workload: Workload, nodes: Sequence[int], seconds: float = 1.0,
+    say: Callable[[str], None] = lambda text: None,
+) -> Study:  # fmt: skip
+    """Record a strategy's schedule and time its steps, for about so many seconds.
+
+    Raises UsageError if the strategy cannot train this on so many ranks.
+    """
+    ranks = len(nodes)
+    actual = workload.steps_per_epoch(ranks)
+    names = {parse(spec).name, *(one.name for one in registry.strategies_in(spec))}
+    has_phases = any(registry.load("strategies", name).has_phases for name in names)
+    if has_phases:
+        epochs = min(workload.epochs, MOST_EPOCHS)
+        steps = min(actual, max(FEWEST_STEPS, PHASED_STEPS // epochs))
+    else:
+        epochs, steps = min(workload.epochs, PLAIN_EPOCHS), min(actual, PLAIN_STEPS)
+    say(f"{spec}: recording {epochs * steps} of {workload.epochs * actual} steps")
+    schedule = record_schedule(spec, workload.training(ranks, epochs, steps), nodes)
+    say(f"{spec}: timing some steps")
+    timed = time_steps(spec, workload.stand_in(ranks, epochs, steps), schedule, seconds)
+    effort = workload.effort(ranks)
+    memory = max(schedule.state_bytes.values()) + round(
+        effort.memory * max(trace.kept_bytes for trace in timed.values())
+    )
+    first = 1 if not has_phases and epochs > 1 else 0
+    return Study(str(parse(spec)), schedule, timed, effort, actual, first, memory)

@@ -1,0 +1,174 @@
+"""The workload of a task and its settings: its model, or a small one in its place if that cannot be run here."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+from torch.utils.flop_counter import FlopCounterMode
+
+from thinwire import registry
+from thinwire.common.memory import free_memory
+from thinwire.common.tensors import num_bytes
+from thinwire.config import RunConfig
+from thinwire.data import Batch, Loader, Shard
+from thinwire.plan.schedule import Training
+from thinwire.plan.timing import Effort
+from thinwire.strategies.learner import Recipe
+from thinwire.tasks.base import Task
+
+MEMORY_FACTOR = 8  # memory of training over that of the weights: gradients, moments, snapshots and what is exchanged
+LONGEST_STEP_SECONDS = 3.0  # a step that would take longer is not timed with the real model
+STAND_IN_DEPTH, STAND_IN_WIDTH, STAND_IN_BATCH = 32, 256, 16
+MATRIX_SIZE, MEASURED_SECONDS = 512, 0.2
+
+
+class TaskWorkload:
+    """What a config trains; its settings must be filled in.
+
+    `flops_per_second` is the computing rate of a rank, if that is not this machine's.
+    """
+
+    def __init__(self, config: RunConfig, task: Task, flops_per_second: float | None = None) -> None:
+        assert config.epochs is not None
+        assert config.batch_size is not None
+        self.config, self.task, self.epochs, self.batch_size = config, task, config.epochs, config.batch_size
+        self.flops_per_second = flops_per_second
+        self._known: dict[int, Batch] = {}
+
+    # ---- as a planner sees it
+
+    def steps_per_epoch(self, ranks: int) -> int:
+        return max(1, len(self._loader(ranks, Shard(0, 1))))
+
+    def training(self, ranks: int, epochs: int, most_steps: int) -> Training:
+        def batches(shard: Shard) -> Sequence[Batch]:
+            full, tail = self._loader(ranks, shard).sizes()
+            sizes = ([self.batch_size * ranks] * full + [tail] * (tail > 0))[:most_steps]
+            return [self._batch(size // shard.count) for size in sizes]
+
+        return Training(self.model, self._recipe(ranks, epochs), batches, epochs)
+
+    def stand_in(self, ranks: int, epochs: int, most_steps: int) -> Training:
+        if self.is_real:
+            return self.training(ranks, epochs, most_steps)
+        inputs = torch.randn(STAND_IN_BATCH, STAND_IN_WIDTH)
+        recipe = Recipe(nn.functional.mse_loss, registry.build("optimizers", self.config.optimizer or "sgd", 1e-4))
+        return Training(stand_in_model(), recipe, lambda shard: [(inputs, inputs)] * most_steps, epochs)
+
+    def effort(self, ranks: int) -> Effort:
+        flops, kept = self.step_cost
+        if self.is_real and self.flops_per_second is None:
+            return Effort()
+        seconds = flops / (self.flops_per_second or machine_flops())
+        if self.is_real:
+            inputs, targets = self._batch(self.batch_size)
+            return Effort(seconds / seconds_of(lambda: self.task.loss(self.model(inputs), targets).backward()))
+        model, x = stand_in_model(), torch.randn(STAND_IN_BATCH, STAND_IN_WIDTH)
+        _, small_kept = count_step(model, x, x, nn.functional.mse_loss)
+        plain = seconds_of(lambda: model(x).square().mean().backward())
+        return Effort(seconds / plain, kept / small_kept, plain)
+
+    # ---- the model
+
+    @cached_property
+    def is_real(self) -> bool:
+        """Whether the model can be run here: all that training keeps of it fits in half of the free memory."""
+        flops, kept = self.step_cost
+        needed = MEMORY_FACTOR * sum(map(num_bytes, self.meta_model.parameters())) + kept
+        return needed < free_memory() / 2 and flops / machine_flops() < LONGEST_STEP_SECONDS
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The model that is recorded; on the meta device if it cannot be run here."""
+        if not self.is_real:
+            return self.meta_model
+        torch.manual_seed(self.config.seed)
+        return self.task.build_model(self.config.model)
+
+    @cached_property
+    def meta_model(self) -> nn.Module:
+        """The model without memory."""
+        with torch.device("meta"):
+            return self.task.build_model(self.config.model)
+
+    @cached_property
+    def step_cost(self) -> tuple[float, int]:
+        """Operations of a rank's step, and the bytes that its forward pass keeps; counted on the meta device."""
+        inputs, targets = self._batch(self.batch_size)
+        return count_step(self.meta_model, inputs.to("meta"), targets.to("meta"), self.task.loss)
+
+    # ---- how it is trained
+
+    def _recipe(self, ranks: int, epochs: int) -> Recipe:
+        config, steps = self.config, self.steps_per_epoch(ranks)
+        factor = registry.build("schedules", config.schedule or "constant")
+        return Recipe(
+            self.task.loss, registry.build("optimizers", config.optimizer or "sgd", config.lr or 0.1),
+            lambda step: float(factor(min(epochs, (step + 0.5) / steps), epochs)), config.clip_norm,
+            config.accumulate, config.autocast, epochs,
+        )  # fmt: skip
+
+    def _loader(self, ranks: int, shard: Shard) -> Loader:
+        return Loader(self.task.train, shard, self.batch_size, ranks=ranks)
+
+    def _batch(self, size: int) -> Batch:
+        """So many of the first samples, as a step gets them; what is sent does not depend on which they are."""
+        if size not in self._known:
+            count = len(self.task.train)  # type: ignore[arg-type]
+            inputs, targets = default_collate([self.task.train[i % count] for i in range(size)])
+            self._known[size] = self.task.transform(inputs, torch.Generator()), targets
+        return self._known[size]
+
+
+def stand_in_model() -> nn.Sequential:
+    """A model that takes the place of one that cannot be run here, to time what strategies do besides computing."""
+    layers = [layer for _ in range(STAND_IN_DEPTH) for layer in (nn.Linear(STAND_IN_WIDTH, STAND_IN_WIDTH), nn.ReLU())]
+    return nn.Sequential(*layers)
+
+
+def count_step(
+    model: nn.Module, inputs: Tensor, targets: Tensor, loss: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[float, int]:
+    """Operations of a forward and a backward pass, and the bytes that the first keeps for the second."""
+    own = {p.untyped_storage()._cdata for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with FlopCounterMode(display=False) as counter:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            total = loss(model(inputs), targets)
+        total.backward()
+    for p in model.parameters():
+        p.grad = None
+    return float(counter.get_total_flops()), sum(count for storage, count in kept.items() if storage not in own)
+
+
+def seconds_of(step: Callable[[], object]) -> float:
+    """How long a step takes: the shortest of a few."""
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+@functools.cache
+def machine_flops() -> float:
+    """Operations per second of a matrix product, in this process, on its threads."""
+    a, b = torch.randn(MATRIX_SIZE, MATRIX_SIZE), torch.randn(MATRIX_SIZE, MATRIX_SIZE)
+    a @ b
+    begin, count = time.perf_counter(), 0
+    while (elapsed := time.perf_counter() - begin) < MEASURED_SECONDS:
+        a @ b
+        count += 1
+    return 2 * MATRIX_SIZE**3 * count / elapsed
