@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -74,6 +75,17 @@ def choose_device(config: RunConfig, world: World | None) -> torch.device:
         raise UsageError(
             "--device cuda, but torch finds no GPU here; use --device cpu or install a CUDA build of torch"
         )
+    return device
+
+
+def use_device(config: RunConfig, world: World | None) -> torch.device:
+    """Choose this rank's device and make it torch's; share the cores with other ranks unless OMP_NUM_THREADS is set."""
+    device = choose_device(config, world)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if "OMP_NUM_THREADS" not in os.environ:
+        share = len(os.sched_getaffinity(0)) // (world.local_size if world else 1)
+        torch.set_num_threads(max(1, share - 1))  # one core is for communication
     return device
 
 
