@@ -6,6 +6,7 @@ Here each attempt is bounded, and the ranks tell each other through the store.
 
 from __future__ import annotations
 
+import datetime
 import errno
 import json
 import selectors
@@ -16,6 +17,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 MOST_PEERS = 64  # that one rank tries to reach
+LEAVE_SECONDS = 10.0
 CONNECT_SECONDS = 4.0  # a packet that was lost is sent again after 1 and 3 s
 
 
@@ -24,6 +26,7 @@ class Store(Protocol):
 
     def set(self, key: str, value: str, /) -> Any: ...
     def get(self, key: str, /) -> bytes: ...
+    def wait(self, keys: list[str], timeout: datetime.timedelta, /) -> Any: ...
 
 
 class Unreached(NamedTuple):
@@ -45,6 +48,14 @@ def gather_through(store: Store, name: str, rank: int, size: int, value: Any) ->
     """
     store.set(f"{name}/{rank}", json.dumps(value))
     return [json.loads(store.get(f"{name}/{one}")) for one in range(size)]
+
+
+def leave_store(store: Store, rank: int, size: int) -> None:
+    """Stop using the store. Rank 0, which may hold it, waits a while for the others."""
+    store.set(f"left/{rank}", "")
+    if rank == 0:
+        with suppress(RuntimeError):  # another rank has ended
+            store.wait([f"left/{one}" for one in range(size)], datetime.timedelta(seconds=LEAVE_SECONDS))
 
 
 def find_unreached(

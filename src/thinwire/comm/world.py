@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +54,7 @@ def node_key(world: World) -> tuple[int, int]:
     return host_id(), world.rank - world.local_rank if has_agents else 0
 
 
-def number_nodes(keys: Sequence[tuple[int, int]]) -> list[int]:
+def number_nodes(keys: Sequence[Hashable]) -> list[int]:
     """The node of each rank, from the key of each, numbered in rank order.
 
     >>> number_nodes([(7, 0), (7, 0), (5, 2)])
