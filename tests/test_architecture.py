@@ -21,6 +21,8 @@ NO_TORCH_MODULES = {
     "comm/ledger",
     "comm/wire_bytes",
     "comm/world",
+    "comm/reach",
+    "advice/findings",
     "tasks/naming",
     "strategies/series",
 }

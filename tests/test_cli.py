@@ -84,7 +84,10 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *a
         (["train", "--strategy", "data-parallel(bucket_mb=5)"], "names have no '-': try data_parallel(bucket_mb=5)"),
         (["compare", "data_parallel,local_sgd"], "'data_parallel,local_sgd' is several; give them one by one"),
         (["train", "--model", "mine:net"], "a model of your own is part of such a task: Task(…, model=make)"),
-        (["teach"], 'Unknown command "teach". Available commands: train, compare, report, list. See thinwire --help'),
+        (
+            ["teach"],
+            'Unknown command "teach". Available commands: train, compare, report, doctor, list. See thinwire --help',
+        ),
         (["list", "colours"], 'Choose from: "strategies", "reducers",'),
         (["list", "--jsn"], "Did you mean --json? See thinwire list --help"),
     ],

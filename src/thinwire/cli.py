@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from thinwire import __version__, registry
-from thinwire.config import CompareConfig, PlanConfig, RunConfig
+from thinwire.config import CompareConfig, PlanConfig, RunConfig, make_config
 from thinwire.errors import ThinwireError, invalid
 
 app = App(
@@ -34,6 +34,9 @@ app = App(
 
     # which strategy is fastest on a network that you need not have
     thinwire plan --ranks 8 --nodes 2 --link 1gbit
+
+    # examine this machine, and a slow network that is made on it
+    thinwire doctor --ranks 2 --link 100mbit
 
     # list all strategies and their options
     thinwire list strategies
@@ -131,7 +134,45 @@ def report(folder: Path, /) -> None:
     print(write_report(read_results(folder)))
 
 
-@app.command(name="list", sort_key=4)
+@app.command(sort_key=4)
+def doctor(
+    *,
+    ranks: Annotated[int | None, Parameter(help="Processes to start here. Default: those that are there.")] = None,
+    nodes: Annotated[int | None, Parameter(help="Hosts to make on this machine, which share the ranks.")] = None,
+    link: Annotated[str | None, Parameter(help="Rate and delay of the link of each host, as 1gbit,10ms.")] = None,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], Parameter(help="Device to compute on; auto = GPUs if there are any.")
+    ] = "auto",
+    out: Annotated[Path | None, Parameter(help="Folder for results, whose disk is examined.")] = None,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print one JSON object.")] = False,
+) -> None:
+    """Examine machines and network before a run: what would fail, what it means, what to try.
+
+    It joins the world that torchrun, srun or mpirun made; with --ranks it starts ranks here; else it examines this
+    machine alone. If a run would fail, the exit code is 1. For example:
+
+    ```
+    thinwire doctor
+    thinwire doctor --ranks 4 --nodes 2 --link 100mbit
+    torchrun --nproc-per-node 2 -m thinwire doctor
+    ```
+    """
+    from thinwire.advice.doctor import doctor
+    from thinwire.advice.doctor_table import diagnosis_table
+
+    settings = {"ranks": ranks, "nodes": nodes, "link": link, "device": device, "out": out}
+    found = doctor(make_config(settings, source="doctor"))
+    if found is None:
+        return
+    if as_json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        Console(highlight=False).print(diagnosis_table(found))
+    if found.failed:
+        sys.exit(1)
+
+
+@app.command(name="list", sort_key=5)
 def list_(
     kind: Literal["strategies", "reducers", "heads", "tasks", "models", "optimizers", "schedules"] | None = None,
     /,

@@ -53,6 +53,13 @@ def interface_to(host: str) -> str | None:
     return None
 
 
+def gloo_address(master: str) -> tuple[str | None, str | None]:
+    """The interface that gloo uses when rank 0's machine is `master`, and its address; None for what is not there."""
+    given = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    name = given or interface_to(master)
+    return name, next((address for address, one in own_addresses().items() if one == name), None)
+
+
 @contextmanager
 def gloo_interface(master: str) -> Iterator[None]:
     """Inside, gloo uses only the interface that leads to rank 0's machine, `master`.

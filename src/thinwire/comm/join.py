@@ -18,7 +18,7 @@ from thinwire.comm.ledger import Ledger
 from thinwire.comm.process import ProcessComm
 from thinwire.comm.process_groups import new_group_pair, timeout_of
 from thinwire.comm.store import rendezvous
-from thinwire.comm.world import World, find_world, host_id
+from thinwire.comm.world import World, find_world, node_key, number_nodes
 from thinwire.common.memory import keep_freed_memory
 from thinwire.errors import RunError, UsageError
 
@@ -50,7 +50,7 @@ def join(
             yield comm
         return
     with gloo_interface(world.address):
-        _init_process_group(world, backend or _pick_backend(world, chosen), timeout_seconds)
+        _init_process_group(world, backend or pick_backend(world, chosen), timeout_seconds)
         try:
             with closing(_world_comm(chosen)) as comm:
                 yield comm
@@ -104,15 +104,10 @@ def comm_like(group: dist.ProcessGroup, device: torch.device) -> ProcessComm:
 
 def _find_nodes(device: torch.device) -> list[int]:
     """The node of each rank, numbered in rank order. Ranks of one host that one torchrun started share a node."""
-    world = find_world() or WORLD_OF_ONE
-    has_agents = world.launcher == "torchrun" and world.local_size < world.size  # one for each node, ranks in order
-    first = world.rank - world.local_rank if has_agents else 0
-    own = torch.tensor([host_id(), first], device=device if dist.get_backend() == "nccl" else "cpu")
+    own = torch.tensor(node_key(find_world() or WORLD_OF_ONE), device=device if dist.get_backend() == "nccl" else "cpu")
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, own)
-    found = [tuple(one.tolist()) for one in gathered]
-    numbers = {node: number for number, node in enumerate(dict.fromkeys(found))}
-    return [numbers[node] for node in found]
+    return number_nodes([(int(host), int(first)) for host, first in (one.tolist() for one in gathered)])
 
 
 def pick_device(world: World | None = None) -> torch.device:
@@ -122,14 +117,15 @@ def pick_device(world: World | None = None) -> torch.device:
     return torch.device("cuda", (world or WORLD_OF_ONE).local_rank % torch.cuda.device_count())
 
 
-def _pick_backend(world: World, device: torch.device) -> str:
+def pick_backend(world: World, device: torch.device) -> str:
+    """nccl if each rank has a GPU of its own, else gloo."""
     own_gpu = device.type == "cuda" and world.local_size <= torch.cuda.device_count()
     return "nccl" if own_gpu and dist.is_nccl_available() and world.size > 1 else "gloo"
 
 
 def _init_process_group(world: World, backend: str, timeout_seconds: float) -> None:
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    store: dist.Store = dist.HashStore() if world.size == 1 else rendezvous(world)
+    store = rendezvous(world)
     try:
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
     except dist.DistError as error:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -12,44 +11,16 @@ from torch import Tensor
 
 from thinwire.comm.background import BackgroundWork
 from thinwire.comm.base import Op, find_own_group
-from thinwire.comm.board import Board
 from thinwire.comm.dry import DryComm
 from thinwire.comm.ledger import Ledger, Total
 from thinwire.comm.trace import Channel, Trace
+from thinwire.comm.turns import Turns
 from thinwire.comm.wire_bytes import Sent
 from thinwire.comm.work import Work
 from thinwire.comm.world import place
 from thinwire.errors import PeerLost
 
 T = TypeVar("T")
-
-
-class Stage:
-    """Recorded ranks take turns: one runs at a time, so that the time it takes is its own."""
-
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self.ranks = frozenset(ranks)
-        self.board = Board(len(ranks))
-        self.turn = threading.Lock()
-        self.unfinished: dict[tuple[Trace, Channel], list[RecordedTask[Any]]] = {}  # tasks in order
-
-    def finish(self, trace: Trace) -> None:
-        """Run the tasks of a rank that it has not waited for."""
-        for (owner, _), tasks in self.unfinished.items():
-            while owner is trace and tasks:
-                tasks.pop(0).run_now()
-
-    @contextmanager
-    def resting(self, trace: Trace) -> Iterator[None]:
-        """Inside, other ranks may run."""
-        pause = trace.lap()
-        self.turn.release()
-        try:
-            yield
-        finally:
-            self.turn.acquire()
-            trace.skip()
-            trace._since -= pause
 
 
 class RecordingComm(DryComm):
@@ -60,11 +31,11 @@ class RecordingComm(DryComm):
 
     is_async = True
 
-    def __init__(self, rank: int, ranks: int, nodes: Sequence[int], trace: Trace, stage: Stage) -> None:
+    def __init__(self, rank: int, ranks: int, nodes: Sequence[int], trace: Trace, turns: Turns) -> None:
         self.rank, self.size, self.nodes, self.link = rank, ranks, tuple(nodes), "world"
         self.backend, self.is_simulated, self.ledger = "gloo", False, Ledger()
         self.members = list(range(ranks))  # their ranks in the world
-        self.trace, self.stage = trace, stage
+        self.trace, self.turns = trace, turns
         self.channel = Channel(0, 0)
         self._lanes: list[RecordingComm] = [self]
         self._messages: dict[tuple[int, int], int] = {}  # by source and receiver
@@ -85,7 +56,7 @@ class RecordingComm(DryComm):
         world_nodes = dict(zip(self.members, self.nodes, strict=True))
         other = RecordingComm(
             members.index(self.members[self.rank]), len(members), [world_nodes[m] for m in members], self.trace,
-            self.stage,
+            self.turns,
         )  # fmt: skip
         other.members, other.link, other.channel, other.ledger = members, link, channel, self.ledger
         return other
@@ -115,23 +86,23 @@ class RecordingComm(DryComm):
 
     def _broadcast(self, tensor: Tensor, root: int, device: torch.device) -> Tensor:
         """The root's tensor, if the root is recorded and has reached this; it runs before the others where it can."""
-        recorded = [m for m in self.members if m in self.stage.ranks]
+        recorded = [m for m in self.members if m in self.turns.ranks]
         source, me = self.members[root], self.members[self.rank]
         self._num_broadcasts += 1
         slot = (self.channel, tuple(self.members), self._num_broadcasts)
         if source not in recorded or len(recorded) == 1:
             return tensor.detach().clone()
         if me == source:
-            self.stage.board.post(slot, tensor.detach().clone())
+            self.turns.board.post(slot, tensor.detach().clone())
             return tensor.detach().clone()
-        with self.stage.resting(self.trace):
-            sent: Tensor = self.stage.board.read(slot, me, source, readers=len(recorded) - 1)
+        with self.turns.resting(self.trace):
+            sent: Tensor = self.turns.board.read(slot, me, source, readers=len(recorded) - 1)
         return sent.clone()
 
     def _isend(self, tensor: Tensor, to: int, device: torch.device) -> Work:
         me, other = self.members[self.rank], self.members[to]
-        if {me, other} <= self.stage.ranks:
-            self.stage.board.post(self._slot(me, other), tensor.detach().clone())
+        if {me, other} <= self.turns.ranks:
+            self.turns.board.post(self._slot(me, other), tensor.detach().clone())
         return self._work(lambda: tensor)
 
     def _irecv(self, like: Tensor, source: int) -> Work:
@@ -140,10 +111,10 @@ class RecordingComm(DryComm):
         slot = self._slot(other, me)
 
         def receive() -> Tensor:
-            if other not in self.stage.ranks:
+            if other not in self.turns.ranks:
                 return torch.zeros_like(like)
-            with self.stage.resting(self.trace):
-                message: Tensor = self.stage.board.read(slot, me, other, readers=1)
+            with self.turns.resting(self.trace):
+                message: Tensor = self.turns.board.read(slot, me, other, readers=1)
             return message.reshape(like.shape)
 
         return self._work(receive)
@@ -160,7 +131,7 @@ class RecordingComm(DryComm):
 
     def in_background(self, work: Callable[[], T], device: torch.device) -> RecordedTask[T]:
         task = RecordedTask(self, self.trace.submit(self.channel), work)
-        self.stage.unfinished.setdefault((self.trace, self.channel), []).append(task)
+        self.turns.unfinished.setdefault((self.trace, self.channel), []).append(task)
         return task
 
 
@@ -190,13 +161,18 @@ class RecordedTask(BackgroundWork[T]):
     def wait(self) -> T:
         self.comm.trace.add("join", self.number)
         while not self.future.done():
-            self.comm.stage.unfinished[self.comm.trace, self.comm.channel].pop(0).run_now()
+            self.comm.turns.unfinished[self.comm.trace, self.comm.channel].pop(0).run_now()
         return self.future.result()
 
     def run_now(self) -> None:
         """Run the function, as its thread would."""
-        with self.comm.trace.running(self.number), self.ledger.purpose(self.purpose):
-            self.run(self.work)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # as communication threads have
+        try:
+            with self.comm.trace.running(self.number), self.ledger.purpose(self.purpose):
+                self.run(self.work)
+        finally:
+            torch.set_num_threads(threads)
 
 
 def record(
@@ -213,31 +189,35 @@ def record(
     """
     placed = place(ranks, nodes) if isinstance(nodes, int) else nodes
     chosen = list(range(ranks)) if of is None else list(of)
-    stage = Stage(chosen)
+    turns = Turns(chosen)
     results: dict[int, tuple[Trace, Ledger, T]] = {}
     errors: dict[int, BaseException] = {}
 
     def run(rank: int) -> None:
-        with stage.turn:
+        with turns.turn:
             trace = Trace(ranks, is_timed)
-            comm = RecordingComm(rank, ranks, placed, trace, stage)
+            comm = RecordingComm(rank, ranks, placed, trace, turns)
             try:
                 result = function(comm)
-                stage.finish(trace)
+                turns.finish(trace)
                 results[rank] = trace, comm.ledger, result
-                stage.board.end(rank, "it has finished")
+                turns.board.end(rank, "it has finished")
             except BaseException as error:
                 errors[rank] = error
-                stage.board.end(rank, f"{type(error).__name__}: {error}")
+                turns.board.end(rank, f"{type(error).__name__}: {error}")
 
     if len(chosen) == 1:
         run(chosen[0])
     else:
-        threads = [threading.Thread(target=run, args=(rank,), name=f"recorded-{rank}") for rank in chosen]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        _on_threads(run, chosen)
     for error in sorted(errors.values(), key=lambda e: isinstance(e, PeerLost)):
         raise error
     return dict(sorted(results.items()))
+
+
+def _on_threads(run: Callable[[int], None], ranks: Sequence[int]) -> None:
+    threads = [threading.Thread(target=run, args=(rank,), name=f"recorded-{rank}") for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

@@ -58,7 +58,7 @@ class Trace:
         self.threads: dict[Channel, int] = {}  # the communication thread of each channel that has one
         self.is_timed = is_timed
         self.num_operations = 0
-        self.kept_bytes = 0  # of gradients and activations, in the timed step that kept most
+        self.kept_bytes = 0  # for backward passes, in a timed step
         self._into = self.events  # the list that events are added to now
         self._since = time.perf_counter()
 

@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +46,22 @@ def host_id() -> int:
     with suppress(OSError):
         facts = [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/net")]
     return int.from_bytes(hashlib.sha256("".join(facts).encode()).digest()[:7], "big")
+
+
+def node_key(world: World) -> tuple[int, int]:
+    """What ranks of one node share: their host, and the first rank of the torchrun that started them."""
+    has_agents = world.launcher == "torchrun" and world.local_size < world.size  # one for each node, ranks in order
+    return host_id(), world.rank - world.local_rank if has_agents else 0
+
+
+def number_nodes(keys: Sequence[Hashable]) -> list[int]:
+    """The node of each rank, from the key of each, numbered in rank order.
+
+    >>> number_nodes([(7, 0), (7, 0), (5, 2)])
+    [0, 0, 1]
+    """
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    return [numbers[key] for key in keys]
 
 
 def find_world(env: Mapping[str, str] = os.environ) -> World | None:

@@ -9,6 +9,7 @@ import select
 import signal
 import tempfile
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing import forkserver
@@ -27,10 +28,23 @@ from thinwire.run.records import RunFolder
 AGENT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # the agent replaces their handlers
 
 
-def start_ranks(config: RunConfig, lab: Lab | None, progress_file: Path | None = None) -> None:
-    """Run a config on ranks of this machine, on the lab's hosts if there is one.
+def train(config: RunConfig, link: LinkReport, progress_file: Path | None) -> None:
+    """What ranks do by default."""
+    from thinwire.run.worker import run_rank
 
-    With `progress_file`, ranks print nothing and write their progress to that file.
+    run_rank(config, link, progress_file)
+
+
+def start_ranks(
+    config: RunConfig,
+    lab: Lab | None,
+    progress_file: Path | None = None,
+    program: Callable[[RunConfig, LinkReport, Path | None], Any] = train,
+) -> Any:
+    """Run a config on ranks of this machine, on the lab's hosts if there is one; returns what rank 0's program does.
+
+    With `progress_file`, ranks print nothing and write their progress to that file. The `program` of a rank is a
+    function of a module.
     """
     payload = {
         "config": config.model_dump(mode="json"),
@@ -38,6 +52,7 @@ def start_ranks(config: RunConfig, lab: Lab | None, progress_file: Path | None =
         "link": check_link(lab, config),
         "hosts": [asdict(lab[node]) for node in place(config.ranks or 1, len(lab))] if lab else None,
         "progress_file": str(progress_file) if progress_file else None,
+        "program": program,
     }
     if lab is not None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns that the hosts have no names
@@ -45,7 +60,7 @@ def start_ranks(config: RunConfig, lab: Lab | None, progress_file: Path | None =
     with scratch_folder() as scratch:
         tempfile.tempdir = str(scratch)  # torch leaves files behind when ranks fail
         try:
-            _run_agent(config, payload, str(scratch))
+            return _run_agent(config, payload, str(scratch))
         finally:
             tempfile.tempdir = None
 
@@ -63,7 +78,7 @@ def _start_fork_server() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def _run_agent(config: RunConfig, payload: dict[str, Any], scratch: str) -> None:
+def _run_agent(config: RunConfig, payload: dict[str, Any], scratch: str) -> Any:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
@@ -93,6 +108,7 @@ def _run_agent(config: RunConfig, payload: dict[str, Any], scratch: str) -> None
             rank.join(5)
     if result.is_failed():
         raise first_cause(result.failures)
+    return result.return_values[0]
 
 
 def how_to_go_on(out: Path | None) -> str:
@@ -109,18 +125,18 @@ def _silence_torch() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def rank_main(payload: dict[str, Any]) -> None:
-    """The main function of a rank's process; with a lab, the process moves to its host first."""
+def rank_main(payload: dict[str, Any]) -> Any:
+    """The main function of a rank's process; with a lab, the process moves to its host first. Rank 0 has a result."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once; only the launcher prints a message
     rank = int(os.environ["RANK"])
     if payload["hosts"]:
         Host(**payload["hosts"][rank]).enter()  # before there is a second thread
     threading.Thread(target=_exit_with, args=(payload["launcher_pid"],), daemon=True).start()
-    from thinwire.run.worker import run_rank
-
     try:
         progress_file = Path(payload["progress_file"]) if payload["progress_file"] else None
-        run_rank(RunConfig(**payload["config"]), LinkReport(*payload["link"]), progress_file)
+        config, link = RunConfig(**payload["config"]), LinkReport(*payload["link"])
+        result = payload["program"](config, link, progress_file)
+        return result if rank == 0 else None
     except Exception as error:
         Failure(rank, type(error).__name__, str(error)).write(Path(payload["failures"]))
         raise

@@ -18,11 +18,9 @@ from thinwire.run.records import RunFolder
 
 def launch(config: RunConfig) -> None:
     """Join the world that torchrun, srun or mpirun made and train as one of its ranks, or start the ranks here."""
-    world = find_world()
-    if world is not None and world.size == 1 and (config.ranks or 1) > 1:
-        world = None  # a shell that srun gave us, not a rank
+    world = world_to_join(config)
     if world is not None:
-        _check_as_rank(config, world)
+        check_as_rank(config, world)
         from thinwire.run.worker import run_rank
 
         run_rank(config)
@@ -36,7 +34,15 @@ def launch(config: RunConfig) -> None:
         start_ranks(config, lab)
 
 
-def _check_as_rank(config: RunConfig, world: World) -> None:
+def world_to_join(config: RunConfig) -> World | None:
+    """The world that this process is a rank of; None if ranks are to be started here."""
+    world = find_world()
+    if world is not None and world.size == 1 and (config.ranks or 1) > 1:
+        return None  # a shell that srun gave us, not a rank
+    return world
+
+
+def check_as_rank(config: RunConfig, world: World) -> None:
     """Raise UsageError on rank 0 for settings that this world cannot have; the other ranks exit without a message."""
     try:
         check_names(config)
@@ -47,7 +53,7 @@ def _check_as_rank(config: RunConfig, world: World) -> None:
         if config.link or config.nodes:
             raise UsageError(
                 f"--link and --nodes make hosts on this machine, but {world.launcher} started the ranks; "
-                "leave them out, or start with thinwire train --ranks"
+                "leave them out, or let thinwire start the ranks with --ranks"
             )
     except UsageError:
         if world.rank > 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -68,11 +69,16 @@ class Host:
 class Lab(Sequence[Host]):
     """Hosts on one network. `hosts` makes a lab and removes it again."""
 
-    def __init__(self, num_hosts: int, link: Link | None) -> None:
+    def __init__(self, num_hosts: int, link: Link | None, start_seconds: float | None = None) -> None:
         self.link = link
         command = [sys.executable, "-m", "thinwire.netlab.keeper", str(num_hosts), json.dumps(link)]
         pipe = subprocess.PIPE
         self._keeper = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+        assert self._keeper.stdout is not None
+        if start_seconds is not None and not select.select([self._keeper.stdout], [], [], start_seconds)[0]:
+            self._keeper.kill()
+            self.close()
+            raise NotAllowed(f"hosts were not made within {start_seconds:g} s; the machine may be too busy: try again")
         answer = self._read()
         if "error" in answer:
             self.close()
@@ -127,11 +133,12 @@ class Lab(Sequence[Host]):
 
 
 @contextmanager
-def hosts(count: int, link: str | Link | None = None) -> Iterator[Lab]:
+def hosts(count: int, link: str | Link | None = None, start_seconds: float | None = None) -> Iterator[Lab]:
     """Make hosts on this machine, joined by a link (default: as fast as the machine can).
 
     Each has an address, a loopback and an interface `wire` of its own, and sends and receives at the link's rate
-    through a switch. All of it is removed when the block or this process ends.
+    through a switch. All of it is removed when the block or this process ends. If they cannot be made, or not within
+    `start_seconds`, NotAllowed is raised.
 
     >>> from thinwire import netlab
     >>> with netlab.hosts(2, link="100mbit") as hosts:  # doctest: +SKIP
@@ -140,7 +147,7 @@ def hosts(count: int, link: str | Link | None = None) -> Iterator[Lab]:
     """
     if not 1 <= count <= MAX_HOSTS:
         raise UsageError(f"{count} hosts; possible: 1 to {MAX_HOSTS}")
-    lab = Lab(count, parse_link(link) if isinstance(link, str) else link)
+    lab = Lab(count, parse_link(link) if isinstance(link, str) else link, start_seconds)
     try:
         yield lab
     finally:

@@ -15,6 +15,7 @@ from thinwire.plan.wire import Wire
 from thinwire.spec import parse
 
 PLAIN_EPOCHS, PLAIN_STEPS = 2, 256  # that are recorded of a strategy whose epochs are all alike
+FEWEST_PLAIN_STEPS = 96  # in all: rounds may be longer than epochs
 PHASED_STEPS, FEWEST_STEPS, MOST_EPOCHS = 640, 8, 100  # of one that has phases: in all, of an epoch, and epochs
 
 
@@ -92,7 +93,8 @@ def study(
         epochs = min(workload.epochs, MOST_EPOCHS)
         steps = min(actual, max(FEWEST_STEPS, PHASED_STEPS // epochs))
     else:
-        epochs, steps = min(workload.epochs, PLAIN_EPOCHS), min(actual, PLAIN_STEPS)
+        steps = min(actual, PLAIN_STEPS)
+        epochs = min(workload.epochs, max(PLAIN_EPOCHS, -(-FEWEST_PLAIN_STEPS // steps)))
     say(f"{spec}: recording {epochs * steps} of {workload.epochs * actual} steps")
     schedule = record_schedule(spec, workload.training(ranks, epochs, steps), nodes)
     say(f"{spec}: timing some steps")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from thinwire.comm.trace import Event, Trace
 from thinwire.plan.replay import replay
 from thinwire.plan.schedule import Schedule
 from thinwire.plan.timing import Effort, with_times
+from thinwire.plan.transfers import MANY_RANKS
 from thinwire.plan.wire import Wire, messages
 
 TRAINING = ("train", "sync")
@@ -85,6 +87,15 @@ def _sent_in(event: Event, rank: int, represented: list[int], schedule: Schedule
     own = groups[rank].index(rank)
     number = messages(event.op, event.payload, len(groups[rank]), len(event.sent)) / max(1, len(event.sent))
     total = Sent()
+    if event.op == "all_to_all" and len(groups[rank]) > MANY_RANKS:
+        parts = sum(event.sent.values())
+        kernel = wire.kernel_bytes(parts, len(event.sent))
+        node_sizes = Counter((id(group), schedule.nodes[r]) for r, group in groups.items())
+        for other in represented:
+            own_node = node_sizes[id(groups[other]), schedule.nodes[other]]
+            leaving = (len(groups[other]) - own_node) / (len(groups[other]) - 1)
+            total = total.plus(Sent(parts, kernel, parts * leaving, kernel * leaving))
+        return total
     for other in represented:
         group = groups[other]
         shift = group.index(other) - own

@@ -75,6 +75,7 @@ class Replay:
         self.waiting: dict[Hashable, list[_Thread]] = defaultdict(list)
         self.operations: dict[tuple[int, int], Operation] = {}  # by rank and number
         self.waited = dict.fromkeys(traces, 0.0)
+        self._demands: dict[Hashable, dict[Place, float]] = {}  # by the shape of an operation
         self.result = Result({rank: [] for rank in traces})
 
     def run(self) -> Result:
@@ -197,7 +198,10 @@ class Replay:
 
     def _begin(self, operation: Operation) -> None:
         operation.has_begun = True
-        demands = operation.demands(self.wire)
+        shape = operation.shape
+        if shape not in self._demands:
+            self._demands[shape] = operation.demands(self.wire)
+        demands = self._demands[shape]
         seconds = operation.hop_seconds(self.wire)
 
         def send() -> None:

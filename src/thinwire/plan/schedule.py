@@ -16,7 +16,7 @@ from thinwire.comm.recording import RecordingComm, record
 from thinwire.comm.trace import Trace
 from thinwire.common.messages import quiet
 from thinwire.common.no_values import NoValues
-from thinwire.common.tensors import named_tensors
+from thinwire.common.tensors import named_tensors, num_bytes
 from thinwire.data import Batch, Shard
 from thinwire.errors import UsageError
 from thinwire.strategies.base import Strategy
@@ -44,7 +44,7 @@ class Schedule:
     stands_for: list[int]
     nodes: list[int]
     steps_per_epoch: int
-    state_bytes: dict[int, int]  # that each rank keeps from step to step: weights, moments, residuals, snapshots
+    state_bytes: dict[int, int]  # that each rank keeps: weights, moments, residuals, snapshots; and gradients
 
 
 def record_schedule(spec: str, training: Training, nodes: Sequence[int], all_ranks: bool = False) -> Schedule:
@@ -106,7 +106,9 @@ class Rehearsal:
         with self._rehearsing():
             for _ in range(self.training.epochs):
                 num_steps = self._train_epoch()
-            return num_steps, kept_bytes(self.strategy)
+            model: nn.Module = self.strategy.model  # type: ignore[attr-defined]
+            gradients = sum(num_bytes(p) for p in model.parameters() if p.requires_grad)
+            return num_steps, kept_bytes(self.strategy) + gradients
 
     def _train_epoch(self) -> int:
         num_steps = len(self.training.batches(self.strategy.shard))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -16,9 +16,9 @@ from torch import Tensor
 from thinwire import registry
 from thinwire.comm.recording import RecordingComm, record
 from thinwire.comm.trace import Event, Task, Trace
+from thinwire.common.cores import num_threads
 from thinwire.common.memory import keep_freed_memory
 from thinwire.common.messages import quiet
-from thinwire.common.tensors import num_bytes
 from thinwire.data import Batch
 from thinwire.errors import PeerLost, UsageError
 from thinwire.plan.schedule import Schedule, Training
@@ -31,11 +31,12 @@ MOST_EPOCH_STEPS = 4  # of a timed epoch, so that all phases of a run come withi
 
 
 class Effort(NamedTuple):
-    """How the real model differs from the one whose steps were timed: factors of computing and of memory."""
+    """How the real model and machine differ from those whose steps were timed: factors of computing and of memory."""
 
     computing: float = 1.0
     memory: float = 1.0
     plain: float = 0.0  # seconds of a timed step, where none could be timed with the strategy
+    coding: float = 1.0  # factor of what communication threads compute
 
 
 class Laps(NamedTuple):
@@ -53,10 +54,14 @@ def time_steps(spec: str, training: Training, schedule: Schedule, seconds: float
     keep_freed_memory()  # as ranks do
     ranks = sorted(schedule.traces)
     run = _TimedRun(spec, training, seconds * len(ranks))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(num_threads(max(Counter(schedule.nodes).values())))
     try:
         recorded = record(run.train, ranks=len(schedule.nodes), nodes=schedule.nodes, of=ranks, is_timed=True)
     except UsageError:  # a small model in place of the real one may be too small for the strategy
         return {rank: Trace(len(schedule.nodes)) for rank in ranks}
+    finally:
+        torch.set_num_threads(threads)
     return {rank: trace for rank, (trace, _, _) in recorded.items()}
 
 
@@ -94,7 +99,7 @@ class _TimedRun:
 
 
 def _kept_in(strategy: Strategy, batch: Batch) -> int:
-    """Take a step; returns the bytes that its forward passes keep for backward passes, and as much as all gradients."""
+    """Take a step; returns the bytes that its forward passes keep for backward passes."""
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -103,16 +108,21 @@ def _kept_in(strategy: Strategy, batch: Batch) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         strategy.step(batch)
-    parameters = list(strategy.model.parameters())  # type: ignore[attr-defined]
-    own = {p.untyped_storage()._cdata for p in parameters}
-    gradients = sum(num_bytes(p) for p in parameters if p.requires_grad)
-    return gradients + sum(count for storage, count in kept.items() if storage not in own)
+    own = {p.untyped_storage()._cdata for p in strategy.model.parameters()}  # type: ignore[attr-defined]
+    return sum(count for storage, count in kept.items() if storage not in own)
 
 
 def _wait_for(strategy: object) -> None:
     """Wait for the GPU, if there is one."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+
+def plain_seconds(training: Training, seconds: float) -> float:
+    """How long a step computes on one rank that exchanges nothing."""
+    run = _TimedRun("data_parallel", training, seconds)
+    keep_freed_memory()
+    return Times(record(run.train, ranks=1, of=[0], is_timed=True)[0][0]).plain
 
 
 # ---- times of a schedule's events
@@ -129,8 +139,11 @@ class Times:
         self.plain = statistics.median([_total(lap.events) for lap in typical if lap.name == "step"] or [plain])
         tasks = trace.tasks[len(trace.tasks) // 4 :]
         self.tasks = _medians((tuple(map(_shape, task.events)), task.events) for task in tasks)
-        self.like_tasks = _medians((tuple(map(_loose_shape, task.events)), task.events) for task in tasks)
-        self.task_sizes = {tuple(map(_loose_shape, task.events)): _size(task.events) for task in tasks}
+        self.largest: dict[Hashable, Task] = {}  # by its events, whatever their sizes
+        for task in tasks:
+            known = self.largest.setdefault(tuple(map(_loose_shape, task.events)), task)
+            if _size(task.events) > _size(known.events):
+                self.largest[tuple(map(_loose_shape, task.events))] = task
 
     def of_lap(self, lap: Laps) -> list[float]:
         """Seconds before each event of a step."""
@@ -149,11 +162,11 @@ class Times:
         exact = self.tasks.get(tuple(map(_shape, task.events)))
         if exact is not None:
             return exact
-        loose = tuple(map(_loose_shape, task.events))
-        if loose not in self.like_tasks:
+        alike = self.largest.get(tuple(map(_loose_shape, task.events)))
+        if alike is None:
             return [0.0] * len(task.events)
-        factor = _size(task.events) / max(1, self.task_sizes[loose])
-        return [factor * seconds for seconds in self.like_tasks[loose]]
+        factor = _size(task.events) / max(1, _size(alike.events))
+        return [factor * seconds for seconds in self.tasks[tuple(map(_shape, alike.events))]]
 
 
 def with_times(schedule: Schedule, timed: Mapping[int, Trace], effort: Effort = Effort()) -> dict[int, Trace]:
@@ -170,7 +183,7 @@ def _filled(trace: Trace, times: Times, effort: Effort) -> Trace:
     ]
     filled.tasks = [
         Task(task.thread, [
-            event._replace(seconds=seconds)
+            event._replace(seconds=seconds * effort.coding)
             for event, seconds in zip(task.events, times.of_task(task), strict=True)
         ])
         for task in trace.tasks

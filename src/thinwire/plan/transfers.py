@@ -10,6 +10,7 @@ from thinwire.comm.trace import Event, Trace
 from thinwire.comm.wire_bytes import Sent
 from thinwire.plan.wire import Wire, hops, messages
 
+MANY_RANKS = 64  # of a group
 Place = tuple[str, int]  # the link out of a node, into it, or inside it
 MOST_NODES = 16  # links of more nodes are not told apart: the busiest of them decides
 
@@ -46,6 +47,8 @@ class Operation:
     def demands(self, wire: Wire) -> dict[Place, float]:
         """How many seconds of each link it takes."""
         loads: dict[Place, float] = defaultdict(float)
+        if self.op == "all_to_all" and len(self.siblings[0]) > MANY_RANKS:
+            return self._demands_of_equal_parts(wire)
         for group in self.siblings:
             for index, rank in enumerate(group):
                 for to, count, number in self._sends(group, index):
@@ -56,9 +59,26 @@ class Operation:
                     else:
                         loads["out", here] += kernel * wire.seconds_per_byte(True)
                         loads["in", there] += kernel * wire.seconds_per_byte(True)
-        if len(loads) <= 3 * MOST_NODES:
-            return dict(loads)
-        return {(kind, -1): max(s for (k, _), s in loads.items() if k == kind) for kind in {kind for kind, _ in loads}}
+        return _busiest(loads)
+
+    def _demands_of_equal_parts(self, wire: Wire) -> dict[Place, float]:
+        """Of an all_to_all in large groups: every rank sends about as much to each other one."""
+        event = next(iter(self.starts.values()))
+        loads: dict[Place, float] = defaultdict(float)
+        for group in self.siblings:
+            part = wire.kernel_bytes(sum(event.sent.values()) / max(1, len(group) - 1), 1.0)
+            for node, count in Counter(self.nodes[rank] for rank in group).items():
+                between = part * count * (len(group) - count) * wire.seconds_per_byte(True)
+                loads["inside", node] += part * count * (count - 1) * wire.seconds_per_byte(False)
+                loads["out", node] += between
+                loads["in", node] += between
+        return _busiest(loads)
+
+    @property
+    def shape(self) -> Hashable:
+        """Operations of the same shape take the same links for the same time."""
+        starts = sorted((rank, event.payload, tuple(event.sent.items())) for rank, event in self.starts.items())
+        return self.op, id(self.siblings), tuple(starts)
 
     def _sends(self, group: list[int], index: int) -> list[tuple[int, int, float]]:
         """What a rank of a group sends: to whom, bytes, messages. One that is not recorded sends as a recorded one."""
@@ -71,6 +91,13 @@ class Operation:
         sent: Sent = event.sent
         total = messages(self.op, event.payload, len(group), len(sent))
         return [((to + shift) % len(group), count, total / max(1, len(sent))) for to, count in sent.items()]
+
+
+def _busiest(loads: dict[Place, float]) -> dict[Place, float]:
+    """The loads, or of very many the largest of each kind."""
+    if len(loads) <= 3 * MOST_NODES:
+        return dict(loads)
+    return {(kind, -1): max(s for (k, _), s in loads.items() if k == kind) for kind in {kind for kind, _ in loads}}
 
 
 class Transfers:

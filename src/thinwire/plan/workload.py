@@ -18,7 +18,7 @@ from thinwire.common.tensors import num_bytes
 from thinwire.config import RunConfig
 from thinwire.data import Batch, Loader, Shard
 from thinwire.plan.schedule import Training
-from thinwire.plan.timing import Effort
+from thinwire.plan.timing import Effort, plain_seconds
 from thinwire.strategies.learner import Recipe
 from thinwire.tasks.base import Task
 
@@ -57,22 +57,30 @@ class TaskWorkload:
     def stand_in(self, ranks: int, epochs: int, most_steps: int) -> Training:
         if self.is_real:
             return self.training(ranks, epochs, most_steps)
-        inputs = torch.randn(STAND_IN_BATCH, STAND_IN_WIDTH)
-        recipe = Recipe(nn.functional.mse_loss, registry.build("optimizers", self.config.optimizer or "sgd", 1e-4))
-        return Training(stand_in_model(), recipe, lambda shard: [(inputs, inputs)] * most_steps, epochs)
+        optimizer = registry.build("optimizers", self.config.optimizer or "sgd", 1e-4)
+
+        def batches(shard: Shard) -> Sequence[Batch]:
+            inputs = torch.ones(STAND_IN_BATCH * ranks // shard.count, STAND_IN_WIDTH)
+            return [(inputs, inputs)] * most_steps
+
+        return Training(stand_in_model(), Recipe(nn.functional.mse_loss, optimizer), batches, epochs)
 
     def effort(self, ranks: int) -> Effort:
         flops, kept = self.step_cost
         if self.is_real and self.flops_per_second is None:
             return Effort()
-        seconds = flops / (self.flops_per_second or machine_flops())
+        rate = self.flops_per_second or machine_flops()
+        seconds, plain, coding = flops / rate, self._plain_seconds, machine_flops() / rate
         if self.is_real:
-            inputs, targets = self._batch(self.batch_size)
-            return Effort(seconds / seconds_of(lambda: self.task.loss(self.model(inputs), targets).backward()))
-        model, x = stand_in_model(), torch.randn(STAND_IN_BATCH, STAND_IN_WIDTH)
-        _, small_kept = count_step(model, x, x, nn.functional.mse_loss)
-        plain = seconds_of(lambda: model(x).square().mean().backward())
-        return Effort(seconds / plain, kept / small_kept, plain)
+            return Effort(seconds / plain, coding=coding)
+        x = torch.ones(STAND_IN_BATCH, STAND_IN_WIDTH)
+        _, small_kept = count_step(stand_in_model(), x, x, nn.functional.mse_loss)
+        return Effort(seconds / plain, kept / small_kept, plain, coding)
+
+    @cached_property
+    def _plain_seconds(self) -> float:
+        """A step of what is timed, on one rank, without exchange."""
+        return plain_seconds(self.stand_in(1, 2, 8), MEASURED_SECONDS)
 
     # ---- the model
 
@@ -127,8 +135,13 @@ class TaskWorkload:
 
 
 def stand_in_model() -> nn.Sequential:
-    """A model that takes the place of one that cannot be run here, to time what strategies do besides computing."""
+    """A model that takes the place of one that cannot be run here, to time what strategies do besides computing.
+
+    Its weights keep the size of activations: numbers close to zero would be slow.
+    """
     layers = [layer for _ in range(STAND_IN_DEPTH) for layer in (nn.Linear(STAND_IN_WIDTH, STAND_IN_WIDTH), nn.ReLU())]
+    for layer in layers[::2]:
+        nn.init.kaiming_normal_(layer.weight)  # type: ignore[arg-type]
     return nn.Sequential(*layers)
 
 
@@ -150,16 +163,6 @@ def count_step(
     for p in model.parameters():
         p.grad = None
     return float(counter.get_total_flops()), sum(count for storage, count in kept.items() if storage not in own)
-
-
-def seconds_of(step: Callable[[], object]) -> float:
-    """How long a step takes: the shortest of a few."""
-    times = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - begin)
-    return min(times)
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from thinwire.comm.base import Comm
 from thinwire.comm.collectives import all_gather_json
 from thinwire.comm.join import pick_device
 from thinwire.comm.world import World
+from thinwire.common.cores import num_threads
 from thinwire.config import RunConfig, make_config
 from thinwire.errors import RunError, ThinwireError, UsageError, unknown
 from thinwire.run.records import RunFolder
@@ -74,6 +76,16 @@ def choose_device(config: RunConfig, world: World | None) -> torch.device:
         raise UsageError(
             "--device cuda, but torch finds no GPU here; use --device cpu or install a CUDA build of torch"
         )
+    return device
+
+
+def use_device(config: RunConfig, world: World | None) -> torch.device:
+    """Choose this rank's device and make it torch's; share the cores with other ranks unless OMP_NUM_THREADS is set."""
+    device = choose_device(config, world)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(num_threads(world.local_size if world else 1))
     return device
 
 

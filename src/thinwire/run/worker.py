@@ -28,7 +28,7 @@ from thinwire.run.position import Position, load_newest_checkpoint, run_state
 from thinwire.run.progress import NoProgress, Progress, ProgressBar, ProgressFile
 from thinwire.run.recorder import Recorder
 from thinwire.run.records import RunFolder
-from thinwire.run.startup import choose_device, fingerprint, on_rank_0, open_folder, seed_everything, with_defaults
+from thinwire.run.startup import fingerprint, on_rank_0, open_folder, seed_everything, use_device, with_defaults
 from thinwire.run.summary import num_parameters
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.finite import CHECK_EVERY_STEPS, not_finite_error
@@ -42,13 +42,7 @@ def run_rank(config: RunConfig, link: LinkReport = LinkReport(), progress_file: 
 
     With `progress_file`, progress goes to that file instead of the terminal.
     """
-    world = find_world()
-    device = choose_device(config, world)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if "OMP_NUM_THREADS" not in os.environ:
-        share = len(os.sched_getaffinity(0)) // (world.local_size if world else 1)
-        torch.set_num_threads(max(1, share - 1))  # one core is for communication
+    device = use_device(config, find_world())
     backend = "gloo" if link.on_hosts else None  # nccl would not use the hosts' network
     with join(backend, device=device) as comm:
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and config.out is not None:

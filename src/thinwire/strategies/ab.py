@@ -31,6 +31,7 @@ from thinwire.strategies.ab_moments import PhaseMoments, full_rank_name, optimiz
 from thinwire.strategies.ab_phases import Length, LengthOrZero, Phase, PhaseLengths, Phases, say_if_unplanned
 from thinwire.strategies.ab_sync import Sync, average_groups
 from thinwire.strategies.base import Artifact, SmallModel, Strategy, factored_artifact
+from thinwire.strategies.groups import first_alike
 from thinwire.strategies.learner import Learner, Recipe
 from thinwire.strategies.replicas import average_buffers, replicate
 from thinwire.strategies.series import Series
@@ -59,9 +60,7 @@ class AB(Strategy):
     Coquelin et al., "AB-Training: A Communication-Efficient Approach for Distributed Low-Rank Learning", 2024.
     """
 
-    keeps_model = False
-    makes_small_model = True
-    has_phases = True
+    keeps_model, makes_small_model, has_phases = False, True, True
 
     series: ClassVar = {
         "layer_ranks": Series(
@@ -177,9 +176,7 @@ class AB(Strategy):
         average_groups(model, self.sync, self.factoring, self.groups, self.comm)
 
     def representatives(self) -> list[int]:
-        """The first rank that trains the same factor."""
-        roles = [self.groups.role_of(rank) for rank in range(self.comm.size)]
-        return [roles.index(role) for role in roles]
+        return first_alike([self.groups.role_of(rank) for rank in range(self.comm.size)])
 
     # ---- results and states
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
+
 from thinwire.comm.base import Comm
 from thinwire.errors import UsageError
 
@@ -20,3 +22,13 @@ def equal_groups(comm: Comm, size: int, option: str) -> list[list[int]]:
             "or leave it out: groups may then be of unequal size"
         )
     return [list(range(r, min(r + size, comm.size))) for r in range(0, comm.size, size)]
+
+
+def first_alike(kinds: Sequence[Hashable]) -> list[int]:
+    """For each rank, the first one of the same kind.
+
+    >>> first_alike(["A", "A", "B", "A"])
+    [0, 0, 2, 0]
+    """
+    first: dict[Hashable, int] = {}
+    return [first.setdefault(kind, rank) for rank, kind in enumerate(kinds)]

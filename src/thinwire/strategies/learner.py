@@ -20,6 +20,7 @@ from thinwire.exchange.gradients import GradientExchange
 from thinwire.optim import OptimizerFactory, learning_rates, refuse_changed_lr, refuse_scheduler
 from thinwire.strategies.clipping import are_alike, clip_gradients, gradient_norm
 from thinwire.strategies.finite import FiniteCheck
+from thinwire.strategies.rehearsal import rehearse_backward, rehearse_update
 from thinwire.surgery import memory_format
 from thinwire.surgery.memory_format import in_order_of
 from thinwire.surgery.moments import OptimizerState
@@ -112,7 +113,8 @@ class Learner:
         """Compute the gradients of the mean loss over the batch, and exchange them or not; returns the loss."""
         self.zero_grad()
         if self.recipe.rehearses:
-            return self._rehearse_backward(exchange, exchanging)
+            self.loss = rehearse_backward(self.model, exchange, exchanging)
+            return self.loss
         inputs, targets = to_device(batch, self.device)
         if self.is_channels_last and inputs.dim() == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
@@ -146,14 +148,6 @@ class Learner:
         self.loss = losses[0] if len(losses) == 1 and losses[0].dim() == 0 else torch.stack(losses).sum()
         return self.loss
 
-    def _rehearse_backward(self, exchange: GradientExchange, exchanging: bool) -> Tensor:
-        for p in self._parameters.values():
-            p.grad = torch.zeros_like(p) if p.requires_grad else None
-        if exchanging:
-            exchange.finish()
-        self.loss = torch.zeros((), device=self.device)
-        return self.loss
-
     def give_up_channels_last(self) -> None:
         """Go on with a model that calls `view` on what a convolution returns; it fails in its first forward pass."""
         say(
@@ -175,6 +169,10 @@ class Learner:
         `lr_warmup` goes from 0 (WARMUP_START_LR) to 1 (the learning rate of the schedule). `total_norm` computes the
         norm of the whole model's gradient from the norm of the part on this rank.
         """
+        if self.recipe.rehearses:
+            rehearse_update(self.optimizer, total_norm(self.loss))
+            self.num_steps += 1
+            return
         parameters = self._with_gradients()
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = total_norm(gradient_norm(gradients, self._are_alike))

@@ -63,22 +63,22 @@ def prepare(
     return make_strategy(spec, model, recipe, comm)
 
 
-def rehearse(spec: str, model: nn.Module, recipe: Recipe, comm: Comm, num_steps: int | None) -> Strategy | None:
+def rehearse(spec: str, model: nn.Module, recipe: Recipe, comm: Comm, num_steps: int | None) -> list[int]:
     """Raise the UsageError that making a strategy later, and its first epoch of so many steps, would raise.
 
-    The strategy is made for a copy of the model with zeros, on the CPU, and with a comm that sends nothing. Errors of
-    others, as of an optimizer that needs a GPU, say nothing about the run.
+    Returns its representatives. The strategy is made for a copy of the model with zeros, on the CPU, and with a comm
+    that sends nothing. Errors of others, as of an optimizer that needs a GPU, say nothing about the run.
     """
     tried = with_tensors(model, {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in named_tensors(model).items()})
     with quiet():
         try:
             strategy: Strategy = registry.build("strategies", spec, tried, recipe, DryComm(comm))
             strategy.begin_epoch(num_steps)
-            return strategy
+            return strategy.representatives()
         except ThinwireError:
             raise
         except Exception:
-            return None
+            return [0] * comm.size
 
 
 def make_strategy(spec: str, model: nn.Module, recipe: Recipe, comm: Comm) -> Strategy:

@@ -14,16 +14,17 @@ from torch import Tensor, nn
 
 from thinwire import registry
 from thinwire.comm.base import Comm
-from thinwire.common.messages import quiet, say
+from thinwire.common.messages import quiet
 from thinwire.common.tensors import named_tensors
 from thinwire.data import Batch, Loader
 from thinwire.errors import RunError, UsageError
 from thinwire.spec import Spec
 from thinwire.strategies.base import Artifact, Strategy, factored_artifact
+from thinwire.strategies.groups import first_alike
 from thinwire.strategies.learner import Recipe
 from thinwire.strategies.prepare import make_strategy, rehearse
 from thinwire.strategies.sequence_parts import Part, plan_parts, refuse_long_climb, refuse_order, with_starts
-from thinwire.strategies.sequence_recipes import OptimizerWatch, Schedule, Seam, recipe_of
+from thinwire.strategies.sequence_recipes import OptimizerWatch, Schedule, Seam, recipe_of, say_if_in_first_epoch
 from thinwire.surgery.low_rank_model import LowRankLayers, give_low_rank_layers, merge_low_rank_layers
 from thinwire.surgery.meta import with_tensors
 from thinwire.surgery.moments import OptimizerState
@@ -183,9 +184,7 @@ class Sequence(Strategy):
         for part in self.parts[1:]:
             with self._naming(part):
                 recipe = self._recipe(part, Seam(), OptimizerWatch(self.recipe.optimizer))
-                tried = rehearse(str(part.strategy), model, recipe, self.comm, num_steps)
-                if tried is not None:
-                    self.kinds_of_ranks[part.number] = tried.representatives()
+                self.kinds_of_ranks[part.number] = rehearse(str(part.strategy), model, recipe, self.comm, num_steps)
 
     @contextmanager
     def _naming(self, part: Part) -> Iterator[None]:
@@ -198,9 +197,7 @@ class Sequence(Strategy):
             raise type(error)(f"sequence: {part}: {error}") from error
 
     def representatives(self) -> list[int]:
-        """The first rank that sends as much in every part."""
-        kinds = list(zip(self.strategy.representatives(), *self.kinds_of_ranks.values(), strict=True))
-        return [kinds.index(kind) for kind in kinds]
+        return first_alike(list(zip(self.strategy.representatives(), *self.kinds_of_ranks.values(), strict=True)))
 
     # ---- results and states
 
@@ -210,13 +207,8 @@ class Sequence(Strategy):
 
     def consolidate(self) -> nn.Module:
         """The whole model, with full layers. Collective."""
-        if self.num_steps and not self.epoch and len(self.parts) > 1:
-            say(
-                f"sequence has done {self.num_steps} steps and is still in its first epoch; call trainer.end_epoch() "
-                "after each epoch, or loop over tw.epoch",
-                self.comm.rank,
-                once=True,
-            )
+        if not self.epoch and len(self.parts) > 1:
+            say_if_in_first_epoch(self.num_steps, self.comm.rank)
         return merge_low_rank_layers(self.strategy.consolidate(), self.seam.layers)
 
     def eval_model(self) -> nn.Module:

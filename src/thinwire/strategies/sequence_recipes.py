@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from thinwire.common.messages import say
 from thinwire.optim import OptimizerFactory, learning_rates, refuse_changed_lr, refuse_scheduler
 from thinwire.strategies.learner import Recipe
 from thinwire.strategies.sequence_parts import Part
@@ -68,3 +69,14 @@ class OptimizerWatch:
         last = self._last()
         if last is not None:
             refuse_changed_lr(learning_rates(last), self._first_lrs, "sequence")
+
+
+def say_if_in_first_epoch(num_steps: int, rank: int) -> None:
+    """Tell the user if steps were done and no epoch has ended: then no seam was reached."""
+    if num_steps:
+        say(
+            f"sequence has done {num_steps} steps and is still in its first epoch; call trainer.end_epoch() after each "
+            "epoch, or loop over tw.epoch",
+            rank,
+            once=True,
+        )
