@@ -25,6 +25,9 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "halves of 127": lambda x: (torch.arange(len(x)) % 509 - 254) / 2,  # steps are ones if a block has a 127
     "halves of 7": lambda x: (torch.arange(len(x)) % 29 - 14) / 2,
     "halves of 1": lambda x: (torch.arange(len(x)) % 5 - 2) / 2,
+    "halves of two-bit steps": lambda x: torch.where(
+        _every(8, x), 8 * _signs(x), (torch.arange(len(x)) % 11 - 5) * 1.5
+    ),
     "edges": lambda x: torch.where(x > 0, 1, -1) * _for_blocks(x, 1 + torch.rand(len(x))),  # each value is ±scale
     "huge": lambda x: (
         torch.where(x > 0, 1, -1) * _for_blocks(x, 2.0**127 * (1 + torch.rand(len(x)))).clamp(max=LARGEST)
@@ -109,6 +112,15 @@ def both(version: Any, name: str, *args: Any, out: list[Tensor | None]) -> list[
     for one, other in zip(expected, out, strict=True):
         assert one is None or torch.equal(_bits(one), _bits(other)), (name, args)  # type: ignore[arg-type]
     return [t for t in expected if t is not None]
+
+
+def _every(step: int, x: Tensor) -> Tensor:
+    return torch.arange(len(x)) % step == 0
+
+
+def _signs(x: Tensor) -> Tensor:
+    """1 or −1, for whole blocks and parts of them."""
+    return torch.where(_for_blocks(x, x) > 0, 1.0, -1.0)
 
 
 def _for_blocks(x: Tensor, values: Tensor) -> Tensor:

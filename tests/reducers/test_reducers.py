@@ -392,6 +392,24 @@ def test_powersgd_recovers_from_zeros_where_unit_vectors_would_never_meet_a_grad
     assert outs[-1].state["residual/w"].norm() < 200
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_two_bits_with_feedback_are_behind_by_less_than_a_gradient(ranks: int) -> None:
+    """And results are about as large as gradients: Adam divides by their size, and would take smaller steps."""
+
+    def run(comm: Comm) -> tuple[Tensor, Tensor]:
+        common = tensors(99, 0, [(64, 100)])["p0"]
+        given = [{"w": common + tensors(comm.rank, i, [(64, 100)])["p0"]} for i in range(30)]
+        outs = steps(comm, "error_feedback(maxnorm(bits=2))", given)
+        return torch.stack([g["w"] for g in given]), torch.stack([out.mean["w"] for out in outs])
+
+    results = tw.simulate(run, ranks=ranks)
+    gradients = torch.stack([given for given, _ in results]).mean(0).flatten(1)
+    means = results[0][1].flatten(1)
+    behind = (gradients - means).cumsum(0)
+    assert behind[-10:].norm(dim=1).max() < gradients[-10:].norm(dim=1).min()
+    assert means[-10:].norm(dim=1).mean() < 1.3 * gradients[-10:].norm(dim=1).mean()
+
+
 def test_predicted_scales_do_not_drown_small_blocks() -> None:
     def run(comm: Comm) -> list[Reduced]:
         given = {"w": torch.cat([torch.full((512,), 1e5), torch.ones(512)])}

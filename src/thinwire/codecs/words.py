@@ -12,6 +12,7 @@ from thinwire.kernels import Layout
 def words(bits: int, block: int) -> Codec:
     """Numbers in ±s·(largest of the block)/s, s = 2^(bits−1) − 1, packed.
 
+    To the nearest with 2 bits: −2, −1, 0 or 1 steps of −⅜ of the largest, sign included (see `kernels.encode`).
     A row of w elements becomes w·bits/8 + 4·w/block bytes. `block` must divide w.
 
     >>> import torch

@@ -35,7 +35,7 @@ def _compiled(function: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-NAMES = ("abs_max", "quantise", "dequantise", "encode", "decode_mean")
+NAMES = ("abs_max", "two_bit_steps", "quantise", "dequantise", "encode", "decode_mean")
 _passes = Passes(SimpleNamespace(**{name: _compiled(getattr(formulas, name)) for name in NAMES}), 0, torch.int32)
 abs_max, quantise, dequantise = _passes.abs_max, _passes.quantise, _passes.dequantise
 encode, decode_mean = _passes.encode, _passes.decode_mean

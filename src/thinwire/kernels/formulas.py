@@ -14,6 +14,7 @@ from thinwire.kernels.bits import pack, unpack
 from thinwire.kernels.hashing import DITHER, MULTIPLIER
 
 Dither = tuple[Tensor, Tensor] | None  # hashes of blocks and of positions; None: to the nearest
+TWO_BIT_STEP = 0.375  # of the largest value; of those tried, it lost least of a VGG's gradients (docs/log.md)
 MIN_SCALE = 127 * 2.0**-126  # a 127th of it, the finest step there is, is the smallest number of full precision
 
 
@@ -34,11 +35,27 @@ def abs_max(x: Tensor, out: Tensor) -> None:
     out.copy_(_largest(x))
 
 
+def two_bit_steps(x: Tensor, out: Tensor) -> None:
+    """For each row the step whose multiples by −2, −1, 0 and 1 come near to its values: −2 is for the largest one.
+
+    So the step has the other sign than that. inf where a value is not finite.
+
+    >>> steps = torch.empty(2)
+    >>> two_bit_steps(torch.tensor([[8.0, -1.0], [2.0, -8.0]]), steps)
+    >>> steps
+    tensor([-3.,  3.])
+    """
+    scales = _largest(x)
+    is_positive = (-x.amin(-1) < scales) & (scales < torch.inf)  # of zeros none: their step must not be −0
+    steps = scales * TWO_BIT_STEP
+    out.copy_(torch.where(is_positive, -steps, steps))
+
+
 def quantise(
     x: Tensor, scales: Tensor, dither: Dither, levels: float, whole: torch.dtype, codes: Tensor, error: Tensor | None
 ) -> None:
     """codes = x·levels/scale, rounded, within ±levels; error = x − codes·scale/levels."""
-    codes.copy_(_round(x, scales, dither, levels).to(whole))
+    codes.copy_(_round(x, scales, dither, levels, -levels).to(whole))
     if error is not None:
         torch.sub(x, codes * _steps(scales, levels), out=error)
 
@@ -54,9 +71,12 @@ def dequantise(codes: Tensor, scales: Tensor, levels: float, given: Tensor | Non
 def encode(
     x: Tensor, scales: Tensor, dither: Dither, bits: int, whole: torch.dtype, packed: Tensor, error: Tensor | None
 ) -> None:
-    """Packed codes of each row, and what they lose; NaN where the scale is not finite."""
+    """Packed codes of each row, and what they lose; NaN where the scale is not finite.
+
+    To the nearest with 2 bits, scales are `two_bit_steps`, and all four codes are used.
+    """
     levels = float(2 ** (bits - 1) - 1)
-    codes = _round(x, scales, dither, levels).to(whole)
+    codes = _round(x, scales, dither, levels, -2.0 if bits == 2 and dither is None else -levels).to(whole)
     if bits == 8:
         packed.view(torch.int8).copy_(codes)
     else:
@@ -81,14 +101,14 @@ def _largest(x: Tensor) -> Tensor:
     return clamp_scales(torch.where(top < torch.inf, top, torch.inf))
 
 
-def _round(x: Tensor, scales: Tensor, dither: Dither, levels: float) -> Tensor:
+def _round(x: Tensor, scales: Tensor, dither: Dither, levels: float, lowest: float) -> Tensor:
     inverse = scales.reciprocal() * levels
     inverse = torch.where(inverse < torch.inf, inverse, 0.0)  # zeros stay zeros; also where the scale is NaN
     scaled = x * inverse[..., None]
     if dither is not None:
         blocks, positions = dither
         scaled.add_(torch.bitwise_xor(positions, blocks[..., None]).mul_(MULTIPLIER) * DITHER)
-    return scaled.round_().clamp_(-levels, levels)
+    return scaled.round_().clamp_(lowest, levels)
 
 
 def _steps(scales: Tensor, levels: float) -> Tensor:

@@ -71,8 +71,9 @@ def quantisation_error(x: Tensor, codes: Tensor, scales: Tensor, levels: int, bl
 def encode(x: Tensor, num_rows: int, layout: Layout, key: int | None, error: Tensor | None = None) -> Tensor:
     """A vector as rows of words: scales, then packed codes, as `quantise` makes them of each block's own largest value.
 
-    The vector is filled up with zeros. `error`, if given, becomes what the words lose, in the same pass; NaN in blocks
-    with a value that is not finite.
+    Without a key, 2 bits stand for −2, −1, 0 and 1 steps of −⅜ of the block's largest value, sign included; the error
+    of a value is never larger than the value. The vector is filled up with zeros. `error`, if given, becomes what the
+    words lose, in the same pass; NaN in blocks with a value that is not finite.
 
     >>> encode(torch.tensor([7.0, -1.0]), 1, Layout(width=8, bits=4, block=8), key=None).tolist()
     [[0, 0, 224, 64, 7, 15, 0, 0]]

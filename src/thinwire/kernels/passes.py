@@ -41,6 +41,7 @@ class Formulas(Protocol):
     """The functions of `formulas`, as they are or compiled."""
 
     abs_max: Any
+    two_bit_steps: Any
     quantise: Any
     dequantise: Any
     encode: Any
@@ -85,11 +86,12 @@ class Passes:
         scales = torch.empty(len(words) * layout.num_blocks, device=x.device)
         hashes = None if key is None else block_hashes(len(scales), key, x.device)
         positions = position_hashes(layout.block, x.device)
+        find_scales = self.formulas.two_bit_steps if layout.bits == 2 and key is None else self.formulas.abs_max
         for blocks, packed in self._packed(words[None], layout, len(x)):
             values = _whole_blocks(x, blocks, layout.block)
             lost = None if error is None else _whole_blocks(error, blocks, layout.block)
             dither = None if hashes is None else (hashes[blocks], positions)
-            self.formulas.abs_max(values, scales[blocks])
+            find_scales(values, scales[blocks])
             self.formulas.encode(values, scales[blocks], dither, layout.bits, self.whole, packed[0], lost)
             if error is not None and lost is not None:
                 _keep(lost, error, blocks, layout.block)

@@ -16,6 +16,7 @@ import triton.language as tl
 from thinwire.kernels import formulas, hashing
 
 MIN_SCALE = tl.constexpr(formulas.MIN_SCALE)
+TWO_BIT_STEP = tl.constexpr(formulas.TWO_BIT_STEP)
 MULTIPLIER = tl.constexpr(hashing.MULTIPLIER % 2**32)
 DITHER = tl.constexpr(hashing.DITHER)
 ROUNDER = tl.constexpr(1.5 * 2**23)  # adding it rounds to a whole number, half to even, which are the low bits then

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from thinwire.kernels.triton_code import (
     ROUNDER,
+    TWO_BIT_STEP,
     _block_hashes,
     _clamp_scales,
     _dithered,
@@ -67,6 +68,13 @@ def _steps_or_nan(scales, BITS: tl.constexpr):
 
 
 @triton.jit
+def _two_bit_steps(scales, lowest):
+    """See formulas.two_bit_steps."""
+    steps = scales * TWO_BIT_STEP
+    return tl.where((-lowest < scales) & (scales < float("inf")), -steps, steps)
+
+
+@triton.jit
 def _by_row(values):
     return values[:, None, None, None]
 
@@ -80,6 +88,7 @@ def _encode_tile(
     """Without a clamp where it would change nothing: |x·inverse| is at most levels·(1 + 2⁻²¹) and rounds to levels.
 
     Dither may lift that to the next half with 127 levels, but not with 7 or 1. tests/kernels/test_triton.py tries it.
+    With 2 bits to the nearest, values go beyond the outermost codes.
     """
     rows, inside = start + tl.arange(0, ROWS), _inside(PARTS, COLS)
     pieces = tl.arange(0, 8 // BITS)[None, :, None, None]
@@ -89,6 +98,8 @@ def _encode_tile(
     mask = here[:, None, :, :] & (places < count)
     values = _load(x + places, mask, FULL)
     scales = _clamp_scales(_largest(tl.max(_double_bits(values), axis=1)))
+    if BITS == 2 and not RANDOM:
+        scales = _two_bit_steps(scales, tl.min(tl.min(tl.min(values, axis=1), axis=1), axis=1))
     _store_scales(words + 4 * rows, scales, rows < rows_left, ALIGNED)
     levels: tl.constexpr = 2.0 ** (BITS - 1) - 1.0
     scaled = values * _by_row(_inverse(scales, levels))
@@ -96,6 +107,8 @@ def _encode_tile(
         scaled = _dithered(scaled, positions, _by_row(_block_hashes(first + rows, key)))
         if BITS == 8:
             scaled = tl.minimum(tl.maximum(scaled, -levels), levels)
+    elif BITS == 2:
+        scaled = tl.minimum(tl.maximum(scaled, -2.0), levels)
     rounder: tl.constexpr = ROUNDER + 2.0 ** (BITS - 1)  # low bits are above 0: pieces can be added up
     rounded = scaled + rounder
     if ERROR:

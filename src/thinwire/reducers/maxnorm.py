@@ -46,6 +46,8 @@ def maxnorm(
     2(n−1)/n·(P·bits/8 + 4P/block), where each rank's part is padded to a multiple of 8 elements. Unbiased; variance at
     most M²/(4s²)/n per element (packed: that and the same once more for the mean's own scale).
 
+    Under error_feedback it rounds to the nearest; there 2 bits stand for −2, −1, 0 or 1 steps of −⅜ of the value that
+    is largest in its block.
     `block` is 512 elements for 8 bits, 256 for 4 and 64 for 2 by default.
     `predicted` takes M from the last step and saves a round trip: see `_predicted_mean`. With 8 bits only.
 
