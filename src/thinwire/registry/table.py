@@ -17,6 +17,7 @@ TABLE: dict[str, dict[str, str]] = {
         "local_parallel": "thinwire.strategies.local_parallel:LocalParallel",
         "pipeline": "thinwire.strategies.pipeline:Pipeline",
         "sequence": "thinwire.strategies.sequence:Sequence",
+        "auto": "thinwire.plan.auto:Auto",
     },
     "reducers": {
         "mean": "thinwire.reducers.mean:mean",

@@ -1,0 +1,201 @@
+"""The strategy that a plan chooses, for the network on which the run begins."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from thinwire.comm.base import Comm
+from thinwire.comm.link_probe import PairLink, measure_ring
+from thinwire.common.formats import format_rate
+from thinwire.common.messages import quiet, say
+from thinwire.data import Batch, Shard
+from thinwire.errors import ThinwireError
+from thinwire.netlab.link import Link
+from thinwire.plan.measured import REFERENCE, is_safe, qualities
+from thinwire.plan.planner import Forecast, study
+from thinwire.plan.schedule import Training
+from thinwire.plan.timing import Effort
+from thinwire.plan.wire import Frames, Wire
+from thinwire.strategies.base import Artifact, Strategy
+from thinwire.strategies.learner import Recipe
+from thinwire.strategies.prepare import make_strategy
+from thinwire.surgery.moments import OptimizerState
+
+REDUCERS = ("maxnorm", "maxnorm(bits=4)", "error_feedback(maxnorm(bits=2))", "powersgd(rank=4)")
+OTHERS = ("local_sgd", "diloco", "diloco(fragments=4)", "daso(warmup_epochs=1, cooldown_epochs=1)")
+CANDIDATES = (REFERENCE, *(f"{REFERENCE}(reducer={reducer})" for reducer in REDUCERS), *OTHERS)
+LINK_SECONDS, STUDY_SECONDS = 1.0, 0.3  # of the probe: for the link, and for each candidate
+WORTH = 0.95  # a candidate must take at most this share of data_parallel's time
+
+
+class Auto(Strategy):
+    """Measure the network and the model, and train with the strategy that is fastest for them.
+
+    The first step begins with a probe of some seconds: the link between nodes, and a few steps of each candidate on
+    copies of the model. Candidates are data_parallel and those strategies that lost at most `loss_allowed` points of
+    accuracy wherever they were measured (docs/results.md). Another strategy than data_parallel must save 5 % of the
+    time. The choice is part of the state: a resumed run does not choose again. Wire bytes: those of the chosen
+    strategy, and in the beginning the probe's and a second broadcast of the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        comm: Comm,
+        /,
+        *,
+        loss_allowed: Annotated[float, Field(ge=0)] = 0.5,  # points of accuracy that a strategy may lose
+    ) -> None:
+        self.given, self.recipe, self.comm, self.loss_allowed = model, recipe, comm, loss_allowed
+        self.shard = Shard(comm.rank, comm.size)
+        self.choice, self.reason = "", ""
+        self.epoch_steps: int | None = None
+        self._use(REFERENCE)
+
+    def _use(self, spec: str) -> None:
+        self.comm.close_subgroups()
+        self.strategy: Strategy = make_strategy(spec, self.given, replace(self.recipe, compile=False), self.comm)
+
+    @property
+    def model(self) -> nn.Module:
+        """What this rank trains."""
+        found: nn.Module = self.strategy.model  # type: ignore[attr-defined]
+        return found
+
+    # ---- training
+
+    def begin_epoch(self, num_steps: int | None) -> None:
+        self.epoch_steps = num_steps
+        if self.choice:
+            self.strategy.begin_epoch(num_steps)
+
+    def step(self, batch: Batch) -> Tensor:
+        if not self.choice:
+            self._choose(batch)
+        return self.strategy.step(batch)
+
+    def end_epoch(self) -> None:
+        self.strategy.end_epoch()
+
+    def _choose(self, batch: Batch) -> None:
+        """Probe, and let all ranks take the same strategy. Collective."""
+        begin = time.perf_counter()
+        if self.comm.size == 1 or self.comm.is_simulated or self.comm.is_dry:
+            self.choice, self.reason = REFERENCE, "there is no network"
+        else:
+            say(f"auto: probing the network and {len(CANDIDATES)} strategies at most, for some seconds", self.comm.rank)
+            with self.comm.ledger.purpose("start", instead_of="train"):
+                link = measure_ring(self.comm, LINK_SECONDS)
+                forecasts = self._forecasts(batch, link)
+            self._decide(forecasts, link)
+        if self.choice != REFERENCE:
+            self._use(self.choice)
+        took = time.perf_counter() - begin
+        say(f"auto: {self.choice}: {self.reason} (the probe took {took:.1f} s)", self.comm.rank)
+        self.strategy.begin_epoch(self.epoch_steps)
+
+    def _forecasts(self, batch: Batch, link: PairLink | None) -> list[Forecast]:
+        """Of each candidate, by the slowest rank. All ranks study at once, as they will compute. Collective."""
+        if link is None:
+            return []
+        found: list[Forecast] = []
+        workload, wire = _OneBatch(self.given, self.recipe, batch, self.epoch_steps), wire_of(link, self.comm)
+        for spec in CANDIDATES:
+            if not is_safe(spec, qualities(spec), self.loss_allowed):
+                continue
+            own = _forecast(spec, workload, self.comm.nodes, wire)
+            seconds, waiting = (-1.0, 0.0) if own is None else (own.seconds_per_step, own.waiting_share)
+            worst = self.comm.max(torch.tensor([seconds, waiting], dtype=torch.float64)).tolist()
+            fails = self.comm.min(torch.tensor([seconds], dtype=torch.float64)).item() < 0
+            if own is not None and not fails:
+                found.append(own._replace(seconds_per_step=worst[0], waiting_share=worst[1]))
+        return found
+
+    def _decide(self, forecasts: Sequence[Forecast], link: PairLink | None) -> None:
+        plain = next((f for f in forecasts if f.strategy == REFERENCE), None)
+        if plain is None or link is None:
+            self.choice, self.reason = REFERENCE, "the network could not be measured"
+            return
+        best = min(forecasts, key=lambda f: f.seconds_per_step)
+        at = f"at {format_rate(link.rate_mbit)} Mbit/s and {link.latency_ms:.2g} ms"
+        if best.seconds_per_step > WORTH * plain.seconds_per_step:
+            self.choice, self.reason = REFERENCE, f"{at} it waits {plain.waiting_share:.0%}, and nothing is much faster"
+            return
+        self.choice = best.strategy
+        self.reason = (
+            f"{at} it would wait {best.waiting_share:.0%} and take {1e3 * best.seconds_per_step:.3g} ms a step, "
+            f"{REFERENCE} {plain.waiting_share:.0%} and {1e3 * plain.seconds_per_step:.3g} ms"
+        )
+
+    # ---- results and states
+
+    def status(self) -> dict[str, Any]:
+        """The choice, its reason, and the status of the chosen strategy."""
+        return {"choice": self.choice, "reason": self.reason, **self.strategy.status()}
+
+    def consolidate(self) -> nn.Module:
+        return self.strategy.consolidate()
+
+    def eval_model(self) -> nn.Module:
+        return self.strategy.eval_model()
+
+    def optimizer_state(self) -> dict[str, OptimizerState] | None:
+        return self.strategy.optimizer_state()
+
+    def artifacts(self) -> list[Artifact]:
+        return self.strategy.artifacts()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"choice": self.choice, "reason": self.reason, "strategy": self.strategy.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the strategy that was chosen."""
+        if state["choice"] != self.choice and (state["choice"] or REFERENCE) != (self.choice or REFERENCE):
+            with quiet():
+                self._use(state["choice"] or REFERENCE)
+        self.choice, self.reason = state["choice"], state["reason"]
+        self.strategy.load_state_dict(state["strategy"])
+
+
+class _OneBatch:
+    """The workload of a run whose first batch is known."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe, batch: Batch, epoch_steps: int | None) -> None:
+        self.model, self.recipe, self.batch = model, replace(recipe, optimizer_state={}), batch
+        self.epochs, self.epoch_steps = recipe.epochs or 2, epoch_steps or 64
+
+    def steps_per_epoch(self, ranks: int) -> int:
+        return self.epoch_steps
+
+    def training(self, ranks: int, epochs: int, most_steps: int) -> Training:
+        return Training(self.model, self.recipe, lambda shard: [self.batch] * most_steps, epochs)
+
+    stand_in = training
+
+    def effort(self, ranks: int) -> Effort:
+        return Effort()
+
+
+def _forecast(spec: str, workload: _OneBatch, nodes: Sequence[int], wire: Wire) -> Forecast | None:
+    """None if the strategy cannot train this model here."""
+    with quiet(), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        try:
+            return study(spec, workload, nodes, STUDY_SECONDS).forecast(wire)
+        except (ThinwireError, RuntimeError):
+            return None
+
+
+def wire_of(link: PairLink, comm: Comm) -> Wire:
+    """The network of a world, as its ranks measured it: rates are of data, and latencies of messages."""
+    wire = Wire(Link(*link), Frames(header_bytes=0), hop_seconds=0.0)
+    if len(set(comm.nodes)) > 1:
+        return wire
+    return replace(wire, hop_seconds=link.latency_ms / 1e3, loopback_mbit=comm.size * link.rate_mbit)
