@@ -90,7 +90,7 @@ def main() -> None:
     specs = [spec for spec in SPECS if args.only in spec]
     config = RunConfig(**SETTINGS)
     task = load_task(config.task, None, 0)
-    machine = measure_machine()
+    machine = measure_machine(4)
     print("machine", machine)
     rows = []
     for link, ranks, nodes in WORLDS:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -144,6 +145,9 @@ def doctor(
         Literal["auto", "cpu", "cuda"], Parameter(help="Device to compute on; auto = GPUs if there are any.")
     ] = "auto",
     out: Annotated[Path | None, Parameter(help="Folder for results, whose disk is examined.")] = None,
+    task: Annotated[str | None, Parameter(help="Also say which strategy to take for this task.")] = None,
+    model: Annotated[str | None, Parameter(help="The task's model, if not its own.")] = None,
+    data: Annotated[Path | None, Parameter(help="Folder of the task's data files, if it needs any.")] = None,
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print one JSON object.")] = False,
 ) -> None:
     """Examine machines and network before a run: what would fail, what it means, what to try.
@@ -153,7 +157,7 @@ def doctor(
 
     ```
     thinwire doctor
-    thinwire doctor --ranks 4 --nodes 2 --link 100mbit
+    thinwire doctor --ranks 4 --nodes 2 --link 100mbit --task digits
     torchrun --nproc-per-node 2 -m thinwire doctor
     ```
     """
@@ -164,6 +168,10 @@ def doctor(
     found = doctor(make_config(settings, source="doctor"))
     if found is None:
         return
+    if task is not None or model is not None:
+        from thinwire.advice.recommendation import recommend
+
+        found = replace(found, findings=[*found.findings, recommend(found, task or "digits", model, data)])
     if as_json:
         print(json.dumps(found.to_json(), indent=2))
     else:

@@ -91,7 +91,7 @@ def make_plan(strategies: Sequence[str], config: PlanConfig, say: Callable[[str]
         registry.check("strategies", spec)
     workload = load_workload(config)
     specs = list(dict.fromkeys(str(parse(spec)) for spec in strategies)) or candidates(workload.epochs)
-    machine = measure_machine()
+    machine = measure_machine(len(nodes) if config.here else max(map(nodes.count, nodes)))
     made = Plan(config, _about(workload, machine), links)
     begin = time.monotonic()
     for number, spec in enumerate(specs):

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import NamedTuple
 
-SECONDS = 0.7
+SECONDS, MOST_PROCESSES = 0.7, 8
 PROGRAM = """
 import sys, time, torch
 torch.set_num_threads(1)
@@ -33,11 +33,16 @@ class Machine(NamedTuple):
     slowdown: tuple[float, ...]
 
 
-def measure_machine() -> Machine:
-    """Measure with one process, and with one for each core (at most 8); takes a few seconds."""
+def measure_machine(ranks: int) -> Machine:
+    """Measure with one process, and with as many as ranks share the machine (at most one a core, and 8).
+
+    It takes some seconds; with one rank there is nothing to measure.
+    """
     cores = len(os.sched_getaffinity(0))
-    counts = {k: _rate(k) for k in sorted({1, min(cores, 8)})}
-    most = max(counts)
+    most = min(cores, MOST_PROCESSES, ranks)
+    if most == 1:
+        return Machine(cores, (1.0,))
+    counts = {k: _rate(k) for k in (1, most)}
     at_most = max(1.0, counts[1] / counts[most])
     steps = [1 + (at_most - 1) * (k / max(1, most - 1)) for k in range(most)]
     return Machine(cores, tuple(steps))

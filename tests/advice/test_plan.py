@@ -1,0 +1,118 @@
+"""thinwire plan: its table and JSON, what is left out, what was measured, and what it says to mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.test_cli import call
+from thinwire import registry
+from thinwire.advice.candidates import candidates
+from thinwire.advice.plan import check_world, load_workload, make_plan, parse_compute
+from thinwire.advice.ranking import chosen
+from thinwire.config import PlanConfig
+from thinwire.netlab.link import Link
+from thinwire.spec import parse
+
+FIELDS = {
+    "strategy", "seconds_per_step", "seconds_per_epoch", "wire_bytes_per_step", "kernel_bytes_per_step",
+    "between_bytes_per_step", "waiting_share", "memory_bytes", "measured", "why",
+}  # fmt: skip
+SMALL = ["--ranks", "2", "--epochs", "2", "--model", "mlp(width=32)"]
+
+
+def test_json_has_an_object_for_each_strategy_and_link(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out, _ = call(
+        capsys, monkeypatch, "plan", "data_parallel", "data_parallel(reducer=maxnorm(bits=4))", "--json",
+        "--link", "1mbit", "--link", "50gbit", *SMALL,
+    )  # fmt: skip
+    assert code == 0
+    rows = json.loads(out)
+    assert len(rows) == 4
+    assert all(set(row) >= FIELDS for row in rows)
+    slow, fast = rows[:2], rows[2:]
+    assert [row["link"] for row in rows] == ["1mbit", "1mbit", "50000mbit", "50000mbit"]
+    assert slow[0]["strategy"] == "data_parallel(reducer=maxnorm(bits=4))"  # the fastest first
+    assert fast[0]["strategy"] == "data_parallel"
+    assert slow[0]["kernel_bytes_per_step"] > slow[0]["wire_bytes_per_step"] > 0
+    assert any("+0.9 points" in text for text in slow[0]["measured"])
+
+
+def test_the_table_names_what_is_left_out_and_why(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, _ = call(capsys, monkeypatch, "plan", "data_parallel", "ist", "--ranks", "64", "--model", "mlp(width=8)")
+    assert code == 0
+    assert "left out: ist:" in out
+    assert "fastest: data_parallel" in out
+    assert "not measured" in out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--link", "0mbit"], "possible rates are"),
+        (["--link", "100mbit/"], "expected a rate"),
+        (["--ranks", "1"], "one rank sends nothing"),
+        (["--ranks", "2", "--nodes", "3"], "3 nodes for 2 ranks"),
+        (["diloko"], "did you mean 'diloco'"),
+        (["--compute", "fast"], "expected a rate above 0, as 500gflops"),
+        (["--from", "nowhere"], "holds no finished runs"),
+        (["ist", "--ranks", "64", "--model", "mlp(width=8)"], "none of these strategies can run: ist:"),
+    ],
+)
+def test_mistakes(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, _, err = call(capsys, monkeypatch, "plan", *args)
+    assert code == 2
+    assert message in err
+
+
+def test_own_runs_count_before_ours(tmp_path: Path) -> None:
+    for spec, accuracy in (("data_parallel", 90.0), ("diloco", 89.8)):
+        folder = tmp_path / spec
+        folder.mkdir()
+        about = {"task": "digits", "model": "mlp", "epochs": 3, "strategy": spec, "seed": 0, "metric": "accuracy"}
+        (folder / "summary.json").write_text(json.dumps({**about, "value": accuracy}))
+    config = PlanConfig(ranks=2, epochs=2, model="mlp(width=32)", own_runs=tmp_path)
+    (options,) = make_plan(["data_parallel", "diloco"], config).options
+    diloco = next(option for option in options if option.forecast.strategy == "diloco")
+    assert str(diloco.measured[0]) == "-0.2 points (digits, mlp, 3 epochs, 1 seed)"
+    safe = chosen(options)
+    assert safe is not None
+    assert safe.forecast.strategy == "data_parallel"  # our own runs say that diloco loses more
+
+
+@pytest.mark.parametrize("name", sorted(set(registry.TABLE["strategies"]) - {"alone", "auto"}))
+def test_every_strategy_is_considered(name: str) -> None:
+    assert any(parse(spec).name == name for spec in candidates(30))
+
+
+def test_a_model_that_does_not_fit_is_recorded_without_memory() -> None:
+    config = PlanConfig(task="synthetic", model="mlp(width=60000, depth=4)", ranks=2, epochs=2, batch_size=8)
+    workload = load_workload(config)
+    assert not workload.is_real  # 7 G parameters
+    (options,) = make_plan(["data_parallel"], config).options
+    forecast = options[0].forecast
+    assert forecast.wire_bytes_per_step == pytest.approx(4 * sum(p.numel() for p in workload.meta_model.parameters()))
+    assert forecast.memory_bytes > 3 * forecast.wire_bytes_per_step
+
+
+def test_a_given_computing_rate_replaces_this_machine() -> None:
+    assert parse_compute("1.5 TFLOPS") == 1.5e12
+    slow, fast = (
+        make_plan(["data_parallel"], PlanConfig(ranks=2, epochs=2, link=["100gbit"], compute=rate)).options[0][0]
+        for rate in ("1gflops", "1tflops")
+    )
+    assert slow.forecast.seconds_per_step > 10 * fast.forecast.seconds_per_step
+
+
+def test_nodes_default_to_one_for_each_rank() -> None:
+    assert check_world(PlanConfig(ranks=3)) == [0, 1, 2]
+    assert make_plan(["data_parallel"], PlanConfig(ranks=2, epochs=2)).links == [Link(100.0)]

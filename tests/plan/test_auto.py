@@ -1,0 +1,118 @@
+"""auto: what it decides with given forecasts, that ranks agree, and that a resumed run does not choose again."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import thinwire as tw
+from tests.training import MODELS, batches, same, steps, trainer, weights
+from tests.worlds import ProcessWorlds
+from thinwire.comm.base import Comm
+from thinwire.comm.link_probe import PairLink
+from thinwire.netlab.link import Link
+from thinwire.plan import auto as module
+from thinwire.plan.auto import CANDIDATES, Auto, wire_of
+from thinwire.plan.measured import Quality, compare_cells, is_safe, qualities
+from thinwire.plan.planner import Forecast
+
+LINK = PairLink(100.0, 1.0)
+
+
+def forecast(spec: str, seconds: float, waiting: float = 0.5) -> Forecast:
+    return Forecast(spec, seconds, 10 * seconds, waiting, 0.0, 0.0, 0.0, 0)
+
+
+def decided(*forecasts: Forecast, link: PairLink | None = LINK) -> tuple[str, str]:
+    def decide(comm: Comm) -> tuple[str, str]:
+        strategy = trainer(comm, "auto")
+        assert isinstance(strategy, Auto)
+        strategy._decide(forecasts, link)
+        return strategy.choice, strategy.reason
+
+    return tw.simulate(decide, ranks=1)[0]
+
+
+def test_it_takes_the_fastest_and_says_why() -> None:
+    choice, reason = decided(forecast("data_parallel", 0.2, 0.9), forecast("diloco", 0.05, 0.1))
+    assert choice == "diloco"
+    assert reason == "at 100 Mbit/s and 1 ms it would wait 10% and take 50 ms a step, data_parallel 90% and 200 ms"
+
+
+def test_what_saves_less_than_five_per_cent_is_not_worth_it() -> None:
+    choice, reason = decided(forecast("data_parallel", 0.100, 0.1), forecast("diloco", 0.097))
+    assert choice == "data_parallel"
+    assert "nothing is much faster" in reason
+
+
+def test_without_a_measured_network_it_stays_with_data_parallel() -> None:
+    assert decided(forecast("data_parallel", 1.0), forecast("diloco", 0.1), link=None)[0] == "data_parallel"
+
+
+def test_only_what_was_measured_to_keep_the_accuracy_is_considered() -> None:
+    assert is_safe("data_parallel", [], 0.5)
+    assert not is_safe("diloco", [], 0.5)
+    assert not is_safe("diloco", [Quality(-0.2, 2, ""), Quality(-3.0, 1, "")], 0.5)
+    assert is_safe("diloco", [Quality(-0.2, 2, ""), Quality(+3.0, 1, "")], 0.5)
+    allowed = {loss: [spec for spec in CANDIDATES if is_safe(spec, qualities(spec), loss)] for loss in (0.5, 100.0)}
+    assert "data_parallel(reducer=maxnorm(bits=4))" in allowed[0.5]
+    assert "diloco" not in allowed[0.5]
+    assert set(allowed[100.0]) > set(allowed[0.5])
+
+
+def test_qualities_compare_runs_of_the_same_setting_and_seed_alone() -> None:
+    cells = [
+        {"strategy": "data_parallel", "seed": 0, "accuracy": 90.0, "setting": "a"},
+        {"strategy": "diloco()", "seed": 0, "accuracy": 88.0, "setting": "a"},
+        {"strategy": "diloco", "seed": 1, "accuracy": 10.0, "setting": "a"},
+        {"strategy": "diloco", "seed": 0, "accuracy": 50.0, "setting": "b"},
+    ]
+    assert compare_cells(cells) == {"diloco": [Quality(-2.0, 1, "a")]}
+
+
+def test_the_wire_of_one_node_is_its_loopback() -> None:
+    def ask(comm: Comm) -> tuple[Link, float, float]:
+        wire = wire_of(LINK, comm)
+        return wire.link, wire.loopback_mbit, wire.hop_seconds
+
+    assert tw.simulate(ask, ranks=2)[0] == (Link(100.0, 1.0), 200.0, 1e-3)
+    assert tw.simulate(ask, ranks=2, nodes=2)[0][2] == 0.0
+
+
+def chosen_on_processes(comm: Comm, slow: bool) -> tuple[str, str, bool, bool]:
+    """Train with a network that seems slow, go on from a state that was saved, and tell the choices."""
+    before = module.measure_ring
+    module.measure_ring = lambda comm, seconds: PairLink(1.0, 5.0) if slow else PairLink(1e6, 1e-4)
+    try:
+        strategy = trainer(comm, "auto")
+        torch_state = torch.get_rng_state()
+        steps(strategy, batches(1, 24))
+        drew_nothing = torch.equal(torch_state, torch.get_rng_state())
+        state = copy.deepcopy(strategy.state_dict())
+        steps(strategy, batches(3, 24, seed=2))
+        module.measure_ring = lambda comm, seconds: pytest.fail("a resumed run must not choose again")
+        resumed = trainer(comm, "auto", MODELS[3])
+        resumed.load_state_dict(state)
+        steps(resumed, batches(3, 24, seed=2))
+        equal = same(weights(strategy.consolidate()), weights(resumed.consolidate()))
+        return strategy.status()["choice"], resumed.status()["choice"], equal, drew_nothing
+    finally:
+        module.measure_ring = before
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_ranks_choose_alike_and_a_resumed_run_keeps_the_choice(process_world: ProcessWorlds, slow: bool) -> None:
+    results = process_world.run(chosen_on_processes, 2, slow)
+    choices = {choice for first, second, _, _ in results for choice in (first, second)}
+    assert len(choices) == 1
+    assert all(equal and drew_nothing for *_, equal, drew_nothing in results)
+    if not slow:
+        assert choices == {"data_parallel"}
+
+
+def test_what_the_package_says_of_accuracy_is_what_results_json_says() -> None:
+    from benchmarks import measured
+
+    assert measured.FILE.read_text() == measured.text(), "run: python benchmarks/measured.py"
