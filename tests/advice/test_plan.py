@@ -97,7 +97,7 @@ def test_every_strategy_is_considered(name: str) -> None:
 def test_a_model_that_does_not_fit_is_recorded_without_memory() -> None:
     config = PlanConfig(task="synthetic", model="mlp(width=60000, depth=4)", ranks=2, epochs=2, batch_size=8)
     workload = load_workload(config)
-    assert not workload.is_real  # 7 G parameters
+    assert not workload.fits  # 7 G parameters
     (options,) = make_plan(["data_parallel"], config).options
     forecast = options[0].forecast
     assert forecast.wire_bytes_per_step == pytest.approx(4 * sum(p.numel() for p in workload.meta_model.parameters()))

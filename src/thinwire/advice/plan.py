@@ -147,7 +147,7 @@ def _about(workload: Any, machine: Any) -> dict[str, Any]:
     return {
         "parameters": sum(p.numel() for p in workload.meta_model.parameters()),
         "flops_per_step": workload.step_cost[0],
-        "is_timed": workload.is_real,
+        "is_timed": workload.is_timed,
         "flops_per_second": workload.flops_per_second or machine_flops(),
         "cores": machine.cores,
         "slowdown": machine.slowdown[-1],

@@ -22,7 +22,7 @@ def print_plan(plan: Plan, console: Console) -> None:
             console.print(line, highlight=False)
     for reason in plan.left_out.values():
         console.print(f"left out: {escape(reason)}", style="dim", highlight=False)
-    how = "timed on this machine" if about["is_timed"] else "estimated by its operations: the model cannot be run here"
+    how = "timed on this machine" if about["is_timed"] else "estimated by its operations"
     console.print(
         f"{about['parameters']:,} parameters; computing {how}. Accuracy is told only where it was measured.",
         style="dim", highlight=False,

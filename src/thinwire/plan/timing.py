@@ -26,7 +26,7 @@ from thinwire.strategies.base import Strategy
 
 FORWARD = 1 / 3  # share of the forward pass in the computing of a step
 UNTYPICAL_STEPS = 2  # the first ones, in which memory is taken and code is loaded
-FEWEST_STEPS = 6
+FEWEST_STEPS, FEWEST_SLOW_STEPS, SLOW_SECONDS = 6, 4, 0.3  # steps that are timed at least, and if one takes so long
 MOST_EPOCH_STEPS = 4  # of a timed epoch, so that all phases of a run come within few steps
 
 
@@ -74,7 +74,7 @@ class _TimedRun:
         recipe = replace(self.training.recipe, epochs=self.training.epochs, compile=False)
         with quiet():
             strategy = registry.build("strategies", self.spec, copy.deepcopy(self.training.model), recipe, comm)
-            steps = 0
+            steps, begin = 0, time.perf_counter()
             comm.trace.skip()
             try:
                 for _ in range(self.training.epochs):
@@ -91,7 +91,8 @@ class _TimedRun:
                     strategy.end_epoch()
                     _wait_for(strategy)
                     comm.trace.add("mark", op="epoch")
-                    if steps >= FEWEST_STEPS and time.perf_counter() > self.end:
+                    slow = steps * SLOW_SECONDS < time.perf_counter() - begin
+                    if steps >= (FEWEST_SLOW_STEPS if slow else FEWEST_STEPS) and time.perf_counter() > self.end:
                         return
             except PeerLost:  # a rank that had enough time
                 if not steps:

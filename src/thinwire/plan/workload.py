@@ -55,7 +55,7 @@ class TaskWorkload:
         return Training(self.model, self._recipe(ranks, epochs), batches, epochs)
 
     def stand_in(self, ranks: int, epochs: int, most_steps: int) -> Training:
-        if self.is_real:
+        if self.is_timed:
             return self.training(ranks, epochs, most_steps)
         optimizer = registry.build("optimizers", self.config.optimizer or "sgd", 1e-4)
 
@@ -66,13 +66,11 @@ class TaskWorkload:
         return Training(stand_in_model(), Recipe(nn.functional.mse_loss, optimizer), batches, epochs)
 
     def effort(self, ranks: int) -> Effort:
-        flops, kept = self.step_cost
-        if self.is_real and self.flops_per_second is None:
+        if self.is_timed:
             return Effort()
+        flops, kept = self.step_cost
         rate = self.flops_per_second or machine_flops()
         seconds, plain, coding = flops / rate, self._plain_seconds, machine_flops() / rate
-        if self.is_real:
-            return Effort(seconds / plain, coding=coding)
         x = torch.ones(STAND_IN_BATCH, STAND_IN_WIDTH)
         _, small_kept = count_step(stand_in_model(), x, x, nn.functional.mse_loss)
         return Effort(seconds / plain, kept / small_kept, plain, coding)
@@ -85,16 +83,21 @@ class TaskWorkload:
     # ---- the model
 
     @cached_property
-    def is_real(self) -> bool:
-        """Whether the model can be run here: all that training keeps of it fits in half of the free memory."""
-        flops, kept = self.step_cost
-        needed = MEMORY_FACTOR * sum(map(num_bytes, self.meta_model.parameters())) + kept
-        return needed < free_memory() / 2 and flops / machine_flops() < LONGEST_STEP_SECONDS
+    def fits(self) -> bool:
+        """Whether all that training keeps of the model fits in half of the free memory."""
+        needed = MEMORY_FACTOR * sum(map(num_bytes, self.meta_model.parameters())) + self.step_cost[1]
+        return needed < free_memory() / 2
+
+    @cached_property
+    def is_timed(self) -> bool:
+        """Whether steps of the model itself are timed, and not those of a small one in its place."""
+        is_short = self.step_cost[0] / machine_flops() < LONGEST_STEP_SECONDS
+        return self.fits and is_short and self.flops_per_second is None
 
     @cached_property
     def model(self) -> nn.Module:
         """The model that is recorded; on the meta device if it cannot be run here."""
-        if not self.is_real:
+        if not self.fits:
             return self.meta_model
         torch.manual_seed(self.config.seed)
         return self.task.build_model(self.config.model)
