@@ -44,7 +44,7 @@ class DryComm(Comm):
         return [tensor.detach().clone() for _ in range(self.size)]
 
     def _all_to_all(self, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        return [torch.zeros_like(part) for part in like]
+        return [torch.zeros(part.shape, dtype=part.dtype, device=part.device) for part in like]
 
     def _broadcast(self, tensor: Tensor, root: int, device: torch.device) -> Tensor:
         return tensor.detach().clone()
@@ -53,4 +53,4 @@ class DryComm(Comm):
         return FinishedWork(tensor)
 
     def _irecv(self, like: Tensor, source: int) -> Work:
-        return FinishedWork(torch.zeros_like(like))
+        return FinishedWork(torch.zeros(like.shape, dtype=like.dtype, device=like.device))
