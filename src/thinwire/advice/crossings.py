@@ -31,54 +31,91 @@ class Range(NamedTuple):
 def fastest_ranges(times: Times, rates: Sequence[float], specs: Sequence[str]) -> list[Range]:
     """The ranges from the slowest to the fastest of the rates; between two of them, speeds are found by bisection.
 
-    Going up, a strategy stays the fastest until another one beats it. data_parallel is exact, so where it is as fast
-    as any it is named.
+    Where a neighbour is as fast in all of a range, the range is the neighbour's. data_parallel is exact, so from where
+    it is as fast as any up to the fastest rate, it is named.
     """
     if not specs:
         return []
     known = {rate: times(rate, specs) for rate in rates}
-    current, begin = winner(known[rates[0]]), rates[0]
-    found: list[tuple[str, float, float]] = []
+    found = [_Part(fastest(known[rates[0]]), rates[0], rates[-1])]
     for low, high in pairwise(rates):
-        quickest = SAME * min(known[low].values())
-        possible = {spec for spec in specs if known[high][spec] <= quickest} | {current}  # times fall with the rate
-        while winner(known[high], current) != current:
-            below, above = low, high
-            while above > PRECISION * below:
-                middle = math.sqrt(below * above)
-                if winner(times(middle, possible), current) == current:
-                    below = middle
-                else:
-                    above = middle
-            change = math.sqrt(below * above)
-            found.append((current, begin, change))
-            following = winner(known[high] if above == high else times(above, possible), current)
-            current, begin, low = following, change, above
-    found.append((current, begin, rates[-1]))
+        for spec, rate in _changes(times, (low, known[low]), (high, known[high])):
+            found = [*found[:-1], found[-1]._replace(end=rate), _Part(spec, rate, rates[-1])]
+    found = _with_reference(_without_ties(found, times, rates), times, known)
     return [Range(*one, is_alone=_leads(one, known)) for one in found]
 
 
-def winner(times: Mapping[str, float], current: str | None = None) -> str:
-    """The fastest strategy; of those that are as fast, data_parallel, or the current one.
+class _Part(NamedTuple):
+    spec: str
+    begin: float
+    end: float
 
-    >>> winner({"diloco": 1.0, "local_sgd": 1.01}, "local_sgd")
-    'local_sgd'
-    """
-    limit = SAME * min(times.values())
-    for spec in (REFERENCE, current):
-        if spec is not None and times.get(spec, math.inf) <= limit:
-            return spec
+
+def fastest(times: Mapping[str, float]) -> str:
+    """The strategy that takes the shortest time."""
     return min(times, key=lambda spec: times[spec])
 
 
-def _leads(one: tuple[str, float, float], known: Mapping[float, Mapping[str, float]]) -> bool:
+def _changes(
+    times: Times, low: tuple[float, Mapping[str, float]], high: tuple[float, Mapping[str, float]]
+) -> list[tuple[str, float]]:
+    """The speeds between two at which another strategy becomes the fastest, each with that strategy."""
+    before, after = fastest(low[1]), fastest(high[1])
+    if before == after:
+        return []
+    middle = math.sqrt(low[0] * high[0])
+    if high[0] <= PRECISION * low[0]:
+        return [(after, middle)]
+    shortest = min(low[1].values())  # times fall with the rate: what is slower at the upper end is slower everywhere
+    possible = {spec for spec, seconds in high[1].items() if seconds <= shortest} | {before, after}
+    between = middle, times(middle, possible)
+    return [*_changes(times, low, between), *_changes(times, between, high)]
+
+
+def _without_ties(found: list[_Part], times: Times, rates: Sequence[float]) -> list[_Part]:
+    """The parts without those in which a neighbour is as fast, the shortest first."""
+    for one in sorted(found, key=lambda part: part.end / part.begin):
+        at = found.index(one)
+        for other in sorted((at - 1, at + 1), key=lambda i: i in range(len(found)) and found[i].spec != REFERENCE):
+            if other not in range(len(found)):
+                continue
+            pair = {one.spec, found[other].spec}
+            inside = [
+                times(rate, pair) for rate in (one.begin, *(r for r in rates if one.begin < r < one.end), one.end)
+            ]
+            if all(there[found[other].spec] <= SAME * there[one.spec] for there in inside):
+                first, last = min(at, other), max(at, other)
+                merged = _Part(found[other].spec, found[first].begin, found[last].end)
+                return _without_ties([*found[:first], merged, *found[last + 1 :]], times, rates)
+    return found
+
+
+def _with_reference(found: list[_Part], times: Times, known: Mapping[float, Mapping[str, float]]) -> list[_Part]:
+    """The parts, with data_parallel from where it is as fast as any up to the fastest rate."""
+    rates = list(known)
+    tied = [_is_tied(known[rate]) for rate in rates]
+    if found[-1].spec == REFERENCE or not tied[-1]:
+        return found
+    first = next((i + 1 for i in reversed(range(len(rates))) if not tied[i]), 0)
+    below, above = rates[max(0, first - 1)], rates[first]
+    while above > PRECISION * below:
+        middle = math.sqrt(below * above)
+        below, above = (below, middle) if _is_tied(times(middle, known[rates[-1]].keys())) else (middle, above)
+    begin = math.sqrt(below * above)
+    kept = [one._replace(end=min(one.end, begin)) for one in found if one.begin < begin]
+    return [*kept, _Part(REFERENCE, begin, rates[-1])]
+
+
+def _is_tied(times: Mapping[str, float]) -> bool:
+    """Whether data_parallel is as fast as any."""
+    return times.get(REFERENCE, math.inf) <= SAME * min(times.values())
+
+
+def _leads(one: _Part, known: Mapping[float, Mapping[str, float]]) -> bool:
     """Whether a strategy is faster than all others somewhere in a range; one without a known point is taken to be."""
-    spec, begin, end = one
-    inside = [times for rate, times in known.items() if begin <= rate <= end]
-    others = [[seconds for other, seconds in times.items() if other != spec] for times in inside]
-    return not inside or any(
-        SAME * times[spec] < min(rest, default=math.inf) for times, rest in zip(inside, others, strict=True)
-    )
+    inside = [times for rate, times in known.items() if one.begin <= rate <= one.end]
+    others = [min((t for other, t in times.items() if other != one.spec), default=math.inf) for times in inside]
+    return not inside or any(SAME * times[one.spec] < rest for times, rest in zip(inside, others, strict=True))
 
 
 def sentence(ranges: Sequence[Range]) -> str:

@@ -90,12 +90,13 @@ def _run(plan: Plan, summary: dict[str, Any], place: Path) -> OwnRun:
 
 
 def _link(summary: dict[str, Any]) -> Link:
-    """The link that a run had: as it was measured, or else as it was asked for."""
+    """The link that a run had: with the rate that was measured, if it was, and the latency that was asked for."""
+    asked = parse_link(summary["link"]) if summary.get("link") and summary.get("link_state") == "shaped" else None
     measured = summary.get("link_measured")
     if measured:
-        return Link(measured["rate_mbit"], measured["latency_ms"])
-    if summary.get("link") and summary.get("link_state") == "shaped":
-        return parse_link(summary["link"])
+        return Link(measured["rate_mbit"], asked.latency_ms if asked else measured["latency_ms"])
+    if asked:
+        return asked
     raise _OtherRun("the speed of its link is not known")
 
 

@@ -35,6 +35,7 @@ MORE_TICKS = {
     180.0: "3 min", 1800.0: "30 min", 10_800.0: "3 h", 86_400.0: "1 day",
 }  # fmt: skip
 FEW_TICKS = 4
+MARGIN = {"l": 8, "r": 26, "t": 24, "b": 8}  # room for the last tick's label
 
 
 def rate_figure(curves: RateCurves, links: Sequence[Link], runs: Sequence[OwnRun]) -> Figure:
@@ -46,13 +47,12 @@ def rate_figure(curves: RateCurves, links: Sequence[Link], runs: Sequence[OwnRun
     shown = [
         one.rate_mbit for one in links if one.latency_ms == latency and min(SPEEDS) <= one.rate_mbit <= max(SPEEDS)
     ]
-    x_axis = _log_axis(
-        "speed of each node's link (bit/s, log scale)", list(SPEEDS), list(SPEEDS.values()), list(SPEEDS)
+    x_axis = _log_axis("link speed (bit/s, log scale)", list(SPEEDS), list(SPEEDS.values()), list(SPEEDS))
+    layout = layout_of(
+        440, margin=MARGIN, xaxis=x_axis, yaxis=_time_axis([*lines, *points]), shapes=[_marker(rate) for rate in shown]
     )
-    layout = layout_of(440, xaxis=x_axis, yaxis=_time_axis([*lines, *points]), shapes=[_marker(rate) for rate in shown])
-    reading = f"Lower is better. The links have a latency of {latency:g} ms." + " Dotted: the plan's links." * bool(
-        shown
-    )
+    reading = f"Lower is better. Messages take {latency:g} ms." if latency else "Lower is better."
+    reading += " Dotted: the links of the plan." * bool(shown)
     reading += " Diamonds are your own runs, as they were measured." * bool(points)
     return Figure("rates", "Seconds per epoch by the speed of the link", reading, [*lines, *points], layout)
 
@@ -70,7 +70,7 @@ def rank_figure(curves: RankCurves) -> Figure:
     ]
     ranks = list(curves.nodes)
     x_axis = _log_axis("ranks (log scale)", ranks, [str(count) for count in ranks], ranks)
-    layout = layout_of(400, xaxis=x_axis, yaxis=_time_axis(lines))
+    layout = layout_of(400, margin=MARGIN, xaxis=x_axis, yaxis=_time_axis(lines))
     reading = f"Lower is better. Each node has a link of {link_text(curves.link)}, and as many ranks as in the plan."
     if curves.left_out:
         reading += " Where a strategy has no point, it cannot train on so many ranks, or the time for curves was over."

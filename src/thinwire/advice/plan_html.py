@@ -85,8 +85,8 @@ def _runs(runs: Sequence[OwnRun], specs: Sequence[str]) -> Table | None:
     headings = ["Seed", "Link", "Predicted an epoch", "Measured an epoch", "Predicted / measured", "Folder"]
     rows = []
     for run in runs:
-        texts = [str(run.seed), link_text(Link(run.rate_mbit, run.latency_ms)), seconds_text(run.predicted), seconds_text(run.measured),
-                 f"{run.predicted / run.measured:.2f}", run.folder]  # fmt: skip
+        texts = [str(run.seed), link_text(Link(run.rate_mbit, run.latency_ms)), seconds_text(run.predicted)]
+        texts += [seconds_text(run.measured), f"{run.predicted / run.measured:.2f}", run.folder]
         remark = "" if run.is_on_curve else "another latency than the curves have, so not drawn"
         rows.append(Row(name_of(specs.index(run.strategy), run.strategy), remark, [(Cell(t), False) for t in texts]))
     return Table(headings, rows) if rows else None
