@@ -119,26 +119,32 @@ class RankCurves(NamedTuple):
 
 
 def rank_curves(plan: Plan, specs: Sequence[str], most_seconds: float = MOST_SECONDS, say: Say = _silent) -> RankCurves:
-    """Study the strategies on other numbers of ranks, as long as there is time."""
-    config, link, begin = plan.config, plan.links[0], time.monotonic()
+    """Study the strategies on other numbers of ranks, each as long as its share of the time lasts; small ones first."""
+    config, link, end = plan.config, plan.links[0], time.monotonic() + most_seconds
     wire, studies = wire_for(link, config, plan.machine), {one.spec: one for one in plan.studies}
     nodes = node_counts(config, len(plan.workload.task.train) // plan.workload.batch_size)
     found = RankCurves(link, nodes, {spec: {} for spec in specs}, {})
-    own_first = sorted(nodes, key=lambda count: (count != config.ranks, count))
-    for number, count in enumerate(own_first):
-        if number == 1:
-            say(f"curves: {len(nodes)} numbers of ranks (at most about {most_seconds:.0f} s)")
-        for spec in specs:
+    near_first = sorted(nodes, key=lambda count: abs(math.log2(count / config.ranks)))
+    say(f"curves: {len(specs)} strategies on up to {len(nodes)} numbers of ranks (about {most_seconds:.0f} s at most)")
+    for number, spec in enumerate(sorted(specs, key=lambda spec: _size(studies[spec]))):
+        own_end = time.monotonic() + (end - time.monotonic()) / (len(specs) - number)
+        for count in near_first:
+            one = studies[spec]
             try:
-                if time.monotonic() - begin > most_seconds and count != config.ranks:
-                    raise ThinwireError("not computed: the time for curves was over")
-                one = studies[spec]
                 if count != config.ranks:
+                    if time.monotonic() > own_end:
+                        raise ThinwireError("not computed: the time for curves was over")
                     one = study_elsewhere(one, plan.workload, place(count, nodes[count]))
                 found.forecasts[spec][count] = one.forecast(wire)
             except (ThinwireError, RuntimeError) as error:  # torch's, where parts of a model have no elements
                 found.left_out.setdefault(spec, {})[count] = str(error)
     return found
+
+
+def _size(one: Study) -> int:
+    """Events of all recorded ranks: what has more of them takes longer to record and to replay."""
+    traces = one.schedule.traces.values()
+    return sum(len(trace.events) + sum(len(task.events) for task in trace.tasks) for trace in traces)
 
 
 def node_counts(config: PlanConfig, most: int) -> dict[int, int]:

@@ -72,6 +72,7 @@ def rank_figure(curves: RankCurves) -> Figure:
     x_axis = _log_axis("ranks (log scale)", ranks, [str(count) for count in ranks], ranks)
     layout = layout_of(400, margin=MARGIN, xaxis=x_axis, yaxis=_time_axis(lines))
     reading = f"Lower is better. Each node has a link of {link_text(curves.link)}, and as many ranks as in the plan."
+    reading += " On one node nothing passes a link." * (1 in curves.nodes.values())
     if curves.left_out:
         reading += " Where a strategy has no point, it cannot train on so many ranks, or the time for curves was over."
     return Figure("ranks", "Seconds per epoch by the number of ranks", reading, lines, layout)
