@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -163,15 +162,13 @@ def doctor(
     """
     from thinwire.advice.doctor import doctor
     from thinwire.advice.doctor_table import diagnosis_table
+    from thinwire.advice.recommendation import with_recommendation
 
     settings = {"ranks": ranks, "nodes": nodes, "link": link, "device": device, "out": out}
     found = doctor(make_config(settings, source="doctor"))
     if found is None:
         return
-    if task is not None or model is not None:
-        from thinwire.advice.recommendation import recommend
-
-        found = replace(found, findings=[*found.findings, recommend(found, task or "digits", model, data)])
+    found = with_recommendation(found, task, model, data)
     if as_json:
         print(json.dumps(found.to_json(), indent=2))
     else:

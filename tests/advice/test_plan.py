@@ -7,11 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.advice.test_doctor import facts
 from tests.test_cli import call
 from thinwire import registry
 from thinwire.advice.candidates import candidates
+from thinwire.advice.diagnosis import Diagnosis
+from thinwire.advice.measurements import Measurements
 from thinwire.advice.plan import check_world, load_workload, make_plan, parse_compute
 from thinwire.advice.ranking import chosen
+from thinwire.advice.recommendation import recommend
+from thinwire.comm.link_probe import PairLink
 from thinwire.config import PlanConfig
 from thinwire.netlab.link import Link
 from thinwire.spec import parse
@@ -116,3 +121,12 @@ def test_a_given_computing_rate_replaces_this_machine() -> None:
 def test_nodes_default_to_one_for_each_rank() -> None:
     assert check_world(PlanConfig(ranks=3)) == [0, 1, 2]
     assert make_plan(["data_parallel"], PlanConfig(ranks=2, epochs=2)).links == [Link(100.0)]
+
+
+def test_doctor_recommends_a_strategy_for_the_measured_network() -> None:
+    measured = Measurements(**dict.fromkeys(Measurements._fields) | {"ring": PairLink(1.0, 1.0)})  # type: ignore[arg-type]
+    two = [facts(), facts(host="b", node="2/0")]
+    finding = recommend(Diagnosis("thinwire", two, [], measured), "digits", "mlp(width=32)", None)
+    assert finding.value == "data_parallel(reducer=maxnorm(bits=4))"
+    assert "waits" in finding.meaning
+    assert recommend(Diagnosis("none", [facts()], []), "digits", None, None).value == "none"

@@ -22,6 +22,8 @@ from thinwire.netlab.link import Link, parse_link
 from thinwire.spec import parse
 
 SLOWEST_MBIT, FASTEST_MBIT = 0.01, 1_000_000.0
+PLAN_FILES = ("plan.json", "plan.html")
+PAGE_MARK = '<meta name="generator" content="thinwire plan">'  # at the head of plan.html
 RATES = {"gflops": 1e9, "tflops": 1e12, "pflops": 1e15}
 
 
@@ -54,6 +56,8 @@ class Plan:
     options: list[list[Option]] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     studies: list[Any] = field(default_factory=list)
+    workload: Any = None  # thinwire.plan.workload.TaskWorkload
+    machine: Any = None  # thinwire.plan.machine.Machine
 
     def as_json(self) -> list[dict[str, Any]]:
         """All options as flat objects, link by link, the fastest first."""
@@ -64,6 +68,8 @@ def plan(strategies: Sequence[str], config: PlanConfig, as_json: bool) -> None:
     """Make a plan, and print it as a table or as JSON; with --out, also write a page and its data."""
     from thinwire.advice.plan_table import print_plan
 
+    if config.out is not None:
+        check_folder(config.out)
     made = make_plan(strategies, config, say=print_line)
     if as_json:
         print(json.dumps(made.as_json(), indent=2))
@@ -72,7 +78,27 @@ def plan(strategies: Sequence[str], config: PlanConfig, as_json: bool) -> None:
     if config.out is not None:
         from thinwire.advice.plan_page import write_page
 
-        print_line(f"page: {write_page(made, config.out)}")
+        print_line(f"page: {write_page(made, config.out, say=print_line)}")
+
+
+def check_folder(folder: Path) -> None:
+    """UsageError if a folder holds anything but an earlier plan."""
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--out {folder} is a file; give a folder")
+    for path in sorted(folder.iterdir()) if folder.exists() else []:
+        if path.name not in PLAN_FILES or not _is_ours(path):
+            raise UsageError(f"{folder} holds other things already ({path.name}); give another --out")
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a plan wrote this file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".html":
+            return PAGE_MARK in text[:1000]
+        return isinstance(found := json.loads(text), dict) and {"options", "curves"} <= found.keys()
+    except (OSError, ValueError):
+        return False
 
 
 def make_plan(strategies: Sequence[str], config: PlanConfig, say: Callable[[str], None] = lambda text: None) -> Plan:
@@ -92,7 +118,7 @@ def make_plan(strategies: Sequence[str], config: PlanConfig, say: Callable[[str]
     workload = load_workload(config)
     specs = list(dict.fromkeys(str(parse(spec)) for spec in strategies)) or candidates(workload.epochs)
     machine = measure_machine(len(nodes) if config.here else max(map(nodes.count, nodes)))
-    made = Plan(config, _about(workload, machine), links)
+    made = Plan(config, _about(workload, machine), links, workload=workload, machine=machine)
     begin = time.monotonic()
     for number, spec in enumerate(specs):
         left = (time.monotonic() - begin) / number * (len(specs) - number) if number else None

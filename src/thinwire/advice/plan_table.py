@@ -38,7 +38,7 @@ def _table(title: str, options: list[Option]) -> Table:
     for option in options:
         f = option.forecast
         table.add_row(
-            escape(f.strategy), _seconds(f.seconds_per_step), _seconds(f.seconds_per_epoch),
+            escape(f.strategy), seconds_text(f.seconds_per_step), seconds_text(f.seconds_per_epoch),
             f"{f.waiting_share:.0%}", format_bytes(round(f.kernel_bytes_per_step)),
             format_bytes(round(f.between_bytes_per_step)), format_bytes(f.memory_bytes),
             ", ".join(f"{quality.points:+.1f}" for quality in option.measured) or "not measured",
@@ -59,5 +59,6 @@ def advice(options: list[Option]) -> list[str]:
     return lines
 
 
-def _seconds(seconds: float) -> str:
+def seconds_text(seconds: float) -> str:
+    """A duration with three digits if it is less than a second."""
     return format_seconds(seconds) if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

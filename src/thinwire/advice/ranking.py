@@ -33,10 +33,12 @@ def ranked(
 
 def chosen(options: Sequence[Option], loss_allowed: float = LOSS_ALLOWED) -> Option | None:
     """The fastest option that is exact, or that lost no more than allowed wherever it was measured."""
-    for option in options:
-        if is_safe(option.forecast.strategy, option.measured, loss_allowed):
-            return option
-    return None
+    return next(iter(safe(options, loss_allowed)), None)
+
+
+def safe(options: Sequence[Option], loss_allowed: float = LOSS_ALLOWED) -> list[Option]:
+    """The options that are exact, or that lost no more than allowed wherever they were measured."""
+    return [one for one in options if is_safe(one.forecast.strategy, one.measured, loss_allowed)]
 
 
 def _why(forecast: Forecast, forecasts: Sequence[Forecast]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from thinwire.advice.diagnosis import Diagnosis
@@ -9,6 +10,13 @@ from thinwire.advice.findings import Finding
 from thinwire.advice.plan import make_plan
 from thinwire.advice.ranking import LOSS_ALLOWED, chosen
 from thinwire.config import PlanConfig
+
+
+def with_recommendation(found: Diagnosis, task: str | None, model: str | None, data: Path | None) -> Diagnosis:
+    """A diagnosis that also says which strategy to take, if a task or a model is named."""
+    if task is None and model is None:
+        return found
+    return replace(found, findings=[*found.findings, recommend(found, task or "digits", model, data)])
 
 
 def recommend(found: Diagnosis, task: str, model: str | None, data: Path | None) -> Finding:

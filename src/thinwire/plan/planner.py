@@ -86,22 +86,52 @@ def study(
     Raises UsageError if the strategy cannot train this on so many ranks.
     """
     ranks = len(nodes)
+    length = _length(spec, workload, ranks)
+    say(f"{spec}: recording {length.epochs * length.steps} of {workload.epochs * length.actual} steps")
+    schedule = record_schedule(spec, workload.training(ranks, length.epochs, length.steps), nodes)
+    say(f"{spec}: timing some steps")
+    timed = time_steps(spec, workload.stand_in(ranks, length.epochs, length.steps), schedule, seconds)
+    return _study(spec, schedule, timed, workload.effort(ranks), length)
+
+
+def study_elsewhere(one: Study, workload: Workload, nodes: Sequence[int], seconds: float = 0.3) -> Study:
+    """A strategy that was studied, on other nodes: recorded again, with the times that are known.
+
+    Where each rank keeps other tensors than before, as parts of a model, its steps are timed again.
+    """
+    ranks = len(nodes)
+    length = _length(one.spec, workload, ranks)
+    schedule = record_schedule(one.spec, workload.training(ranks, length.epochs, length.steps), nodes)
+    before, now = ([s.state_bytes[rank] for rank in sorted(s.traces)] for s in (one.schedule, schedule))
+    if before == now:
+        timed = dict(zip(sorted(schedule.traces), (one.timed[rank] for rank in sorted(one.timed)), strict=True))
+    else:
+        timed = time_steps(one.spec, workload.stand_in(ranks, length.epochs, length.steps), schedule, seconds)
+    return _study(one.spec, schedule, timed, one.effort, length)
+
+
+class _Length(NamedTuple):
+    """How much of a run is recorded: epochs and steps of each; steps that an epoch has; the first epoch that counts."""
+
+    epochs: int
+    steps: int
+    actual: int
+    first: int
+
+
+def _length(spec: str, workload: Workload, ranks: int) -> _Length:
     actual = workload.steps_per_epoch(ranks)
     names = {parse(spec).name, *(one.name for one in registry.strategies_in(spec))}
-    has_phases = any(registry.load("strategies", name).has_phases for name in names)
-    if has_phases:
+    if any(registry.load("strategies", name).has_phases for name in names):
         epochs = min(workload.epochs, MOST_EPOCHS)
-        steps = min(actual, max(FEWEST_STEPS, PHASED_STEPS // epochs))
-    else:
-        steps = min(actual, PLAIN_STEPS)
-        epochs = min(workload.epochs, max(PLAIN_EPOCHS, -(-FEWEST_PLAIN_STEPS // steps)))
-    say(f"{spec}: recording {epochs * steps} of {workload.epochs * actual} steps")
-    schedule = record_schedule(spec, workload.training(ranks, epochs, steps), nodes)
-    say(f"{spec}: timing some steps")
-    timed = time_steps(spec, workload.stand_in(ranks, epochs, steps), schedule, seconds)
-    effort = workload.effort(ranks)
+        return _Length(epochs, min(actual, max(FEWEST_STEPS, PHASED_STEPS // epochs)), actual, 0)
+    steps = min(actual, PLAIN_STEPS)
+    epochs = min(workload.epochs, max(PLAIN_EPOCHS, -(-FEWEST_PLAIN_STEPS // steps)))
+    return _Length(epochs, steps, actual, 1 if epochs > 1 else 0)
+
+
+def _study(spec: str, schedule: Schedule, timed: dict[int, Trace], effort: Effort, length: _Length) -> Study:
     memory = max(schedule.state_bytes.values()) + round(
         effort.memory * max(trace.kept_bytes for trace in timed.values())
     )
-    first = 1 if not has_phases and epochs > 1 else 0
-    return Study(str(parse(spec)), schedule, timed, effort, actual, first, memory)
+    return Study(str(parse(spec)), schedule, timed, effort, length.actual, length.first, memory)

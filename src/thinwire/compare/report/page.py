@@ -21,7 +21,8 @@ from thinwire.compare.report.parts import part_rows
 from thinwire.compare.report.purposes import purpose_colour, purpose_figure, purpose_parts
 from thinwire.compare.report.render import render
 from thinwire.compare.report.series import declared_series, series_figures
-from thinwire.compare.report.style import DARK, LIGHT, Figure
+from thinwire.compare.report.shell import shell
+from thinwire.compare.report.style import Figure
 from thinwire.compare.report.table import results_table
 from thinwire.compare.report.timeline import KINDS, timelines
 from thinwire.compare.report.warnings import all_records, all_summaries, find_warnings, measured_link
@@ -47,8 +48,6 @@ def write_report(results: Results, path: Path | None = None) -> Path:
 
 def page(results: Results) -> str:
     """The whole page as HTML."""
-    from plotly.offline import get_plotlyjs
-
     drawn: list[Figure] = []  # in the order of the page
     names = [strategy_name(i, entry) for i, entry in enumerate(results.entries)]
     data: dict[str, Any] = {
@@ -57,10 +56,6 @@ def page(results: Results) -> str:
         "about": results.example,
         "warnings": find_warnings(results),
         "definitions": DEFINITIONS | _own_definitions(results),
-        "look": {"light": LIGHT, "dark": DARK},
-        "css": _read("style.css"),
-        "script": _read("script.js"),
-        "plotly": get_plotlyjs(),
         **_repeat(results),
     }
     if results.example:
@@ -76,8 +71,7 @@ def page(results: Results) -> str:
             "series": _series(results, drawn),
             "timelines": _timelines(results, drawn),
         }
-    data["drawn"] = {figure.name: {"data": figure.data, "layout": figure.layout} for figure in drawn}
-    return render("page.html", **data)
+    return render("page.html", **data, **shell(drawn, has_script=bool(results.example)))
 
 
 def _title(results: Results) -> str:
@@ -186,7 +180,3 @@ def _outcome(record: Record) -> str:
         return "failed" if record.error else "not finished"
     value, seconds = (record.summary[key] for key in ("value", "train_seconds"))
     return f"{format_metric(value, record.summary['metric'])}, {format_seconds(seconds)}"
-
-
-def _read(name: str) -> str:
-    return (Path(__file__).parent / name).read_text(encoding="utf-8")

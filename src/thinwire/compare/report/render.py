@@ -12,8 +12,8 @@ from thinwire.compare.report.words import join_with_and, pluralize, split_at_bre
 
 
 @functools.cache
-def _environment() -> Environment:
-    loader = FileSystemLoader(Path(__file__).parent / "templates")
+def _environment(*folders: Path) -> Environment:
+    loader = FileSystemLoader([*folders, Path(__file__).parent / "templates"])
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -26,3 +26,8 @@ def _environment() -> Environment:
 def render(template: str, **data: Any) -> str:
     """A template filled with data, as HTML."""
     return _environment().get_template(template).render(data)
+
+
+def render_from(folder: Path, template: str, **data: Any) -> str:
+    """A template of another folder, which may use those of this page."""
+    return _environment(folder).get_template(template).render(data)

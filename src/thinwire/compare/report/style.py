@@ -73,4 +73,9 @@ def hover_text(texts: Iterable[str]) -> dict[str, Any]:
 
 def strategy_label(i: int, entry: Entry) -> str:
     """A strategy's number and name, for hover texts."""
-    return f"<b>{i + 1}</b> {escape(short(entry.spec, 60), quote=False)}"
+    return label_of(i, entry.spec)
+
+
+def label_of(i: int, spec: str) -> str:
+    """The same for the strategy with this number and spec."""
+    return f"<b>{i + 1}</b> {escape(short(spec, 60), quote=False)}"

@@ -21,8 +21,13 @@ class StrategyName:
 
 def strategy_name(i: int, entry: Entry) -> StrategyName:
     """The name of a strategy on the page."""
+    return name_of(i, entry.spec)
+
+
+def name_of(i: int, spec: str) -> StrategyName:
+    """The name of the strategy with this number and spec."""
     ring = {"solid": "solid", "dot": "dotted"}.get(strategy_dash(i), "dashed")
-    return StrategyName(i, entry.spec, f"2px {ring} {strategy_colour(i)}")
+    return StrategyName(i, spec, f"2px {ring} {strategy_colour(i)}")
 
 
 def split_at_breaks(text: str) -> list[str]:
