@@ -90,17 +90,17 @@ def main() -> None:
     specs = [spec for spec in SPECS if args.only in spec]
     config = RunConfig(**SETTINGS)
     task = load_task(config.task, None, 0)
-    machine = measure_machine(4)
-    print("machine", machine)
     rows = []
     for link, ranks, nodes in WORLDS:
         if args.worlds not in f"{link} {ranks}x{nodes}":
             continue
         placed = place(ranks, nodes)
+        machine = measure_machine(ranks)
+        print(machine)
         parsed = parse_link(link)
         wire = Wire(
             parsed, lab_frames(parsed, parsed.latency_ms > 0), is_one_machine=True, cores=machine.cores,
-            slowdown=machine.slowdown,
+            slowdown=machine.slowdown, hop_seconds=machine.hop_seconds, busy_hop_seconds=machine.busy_hop_seconds,
         )  # fmt: skip
         possible = [s for s in specs if not (ranks % 2 and "blocks=2" in s)]
         found = measured(link, ranks, nodes, possible)

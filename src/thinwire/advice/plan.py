@@ -178,8 +178,3 @@ def _about(workload: Any, machine: Any) -> dict[str, Any]:
         "cores": machine.cores,
         "slowdown": machine.slowdown[-1],
     }
-
-
-def read_json(path: Path) -> Any:
-    """What a file of JSON holds."""
-    return json.loads(path.read_text())

@@ -20,7 +20,10 @@ SAME = 1.02  # times that differ by less are the same
 def wire_for(link: Link, config: PlanConfig, machine: Machine) -> Wire:
     """The network of a plan: real nodes that are like this machine, or hosts on it."""
     frames = lab_frames(link, link.latency_ms > 0) if config.here else Frames()
-    return Wire(link, frames, machine.cores, is_one_machine=config.here, slowdown=machine.slowdown)
+    return Wire(
+        link, frames, machine.cores, config.here, hop_seconds=machine.hop_seconds,
+        busy_hop_seconds=machine.busy_hop_seconds, slowdown=machine.slowdown,
+    )  # fmt: skip
 
 
 def ranked(

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from thinwire.comm.background import BackgroundWork
 from thinwire.comm.base import Op, find_own_group
@@ -177,11 +178,12 @@ class RecordedTask(BackgroundWork[T]):
 
 def record(
     function: Callable[[RecordingComm], T], *, ranks: int, nodes: int | Sequence[int] = 1,
-    of: Sequence[int] | None = None, is_timed: bool = False,
+    of: Sequence[int] | None = None, is_timed: bool = False, group: ProcessGroup | None = None,
 ) -> dict[int, tuple[Trace, Ledger, T]]:  # fmt: skip
     """Run `function(comm)` on some ranks of a world that does not exist; returns the trace and ledger of each.
 
-    `of` names the ranks to record, by default all. With `is_timed`, traces have the seconds that each rank computed.
+    `of` names the ranks to record, by default all. With `is_timed`, traces have the seconds that each rank computed;
+    `group`, a process group of this process alone, lets exchanges of gradients use a real DDP.
 
     >>> recorded = record(lambda comm: comm.sum(torch.zeros(4)), ranks=1024, of=[0])
     >>> recorded[0][1].wire_bytes
@@ -189,7 +191,7 @@ def record(
     """
     placed = place(ranks, nodes) if isinstance(nodes, int) else nodes
     chosen = list(range(ranks)) if of is None else list(of)
-    turns = Turns(chosen)
+    turns = Turns(chosen, group)
     results: dict[int, tuple[Trace, Ledger, T]] = {}
     errors: dict[int, BaseException] = {}
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thinwire.comm.board import Board
 from thinwire.comm.trace import Channel, Trace
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class Turns:
     """Recorded ranks take turns: one runs at a time, so that the time it takes is its own."""
 
-    def __init__(self, ranks: Sequence[int]) -> None:
+    def __init__(self, ranks: Sequence[int], group: ProcessGroup | None = None) -> None:
         self.ranks = frozenset(ranks)
+        self.group = group  # of this process alone, for DDP, if that is to be timed too
         self.board = Board(len(ranks))
         self.turn = threading.Lock()
         self.unfinished: dict[tuple[Trace, Channel], list[Any]] = {}  # tasks in order

@@ -1,13 +1,16 @@
 """The exchange of gradients of a rank that is recorded: as `overlapped`, but without DDP, which needs real groups."""
 
-from __future__ import annotations
-
+# No `from __future__ import annotations` here: DDP inspects the annotations of its hook.
 import functools
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed import GradBucket, ProcessGroup
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm.background import BackgroundWork
 from thinwire.comm.recording import RecordingComm
@@ -22,7 +25,8 @@ class RecordedOverlap:
     def __init__(
         self, model: nn.Module, reducer: Reducer, comm: RecordingComm, bucket_mb: float, unused_parameters: bool
     ) -> None:
-        self.forward, self.reducer, self.comm = model, on_reals(reducer), comm
+        self.forward: nn.Module = model
+        self.reducer, self.comm = on_reals(reducer), comm
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.buckets = make_buckets(self.parameters, bucket_mb)
         self.states = init_states(self.reducer, self.parameters, self.buckets)
@@ -33,12 +37,41 @@ class RecordedOverlap:
         self._is_accumulating = False
         self._missing = [len(names) for names in self.buckets]
         self._tasks: dict[int, BackgroundWork[None]] = {}
+        self._hooks: list[Any] = []
+        if comm.turns.group is not None:
+            self._use_ddp(model, comm.turns.group)
+            return
         self._hooks = [
             p.register_post_accumulate_grad_hook(functools.partial(self._ready, name))
             for name, p in self.parameters.items()
         ]
 
+    def _use_ddp(self, model: nn.Module, group: ProcessGroup) -> None:
+        """Let DDP tell when gradients are ready, as it does in a run: what that costs is timed too."""
+        ddp = DistributedDataParallel(
+            model, process_group=group, init_sync=False, gradient_as_bucket_view=True,
+            find_unused_parameters=self.unused_parameters,
+        )  # fmt: skip
+        ddp.broadcast_buffers = False
+        names, own = {id(p): name for name, p in self.parameters.items()}, weakref.ref(self)
+
+        def hook(state: object, bucket: GradBucket) -> Future[Tensor]:
+            exchange = own()
+            for p in bucket.parameters():
+                if exchange is not None:
+                    exchange._ready(names[id(p)], p)
+            future: Future[Tensor] = Future()
+            future.set_result(bucket.buffer())
+            return future
+
+        ddp.register_comm_hook(None, hook)
+        self.forward = ddp
+
     def accumulating(self) -> AbstractContextManager[Any]:
+        no_sync: AbstractContextManager[Any]
+        if isinstance(self.forward, DistributedDataParallel):
+            no_sync = self.forward.no_sync()
+            return no_sync
         return self._accumulating()
 
     @contextmanager

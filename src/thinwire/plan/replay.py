@@ -6,7 +6,6 @@ reached them, wait for their hops, and then share links with others that are und
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,11 +39,12 @@ class Result:
 class _Work:
     """Something that takes time: computing, the hops of an operation, or its bytes."""
 
-    left: float  # 1 = all of it; of computing and of hops, seconds
+    left: float  # 1 = all of it; of computing, seconds; of hops, their number
     done: Callable[[], None]
     demands: Mapping[Place, float] = field(default_factory=dict)  # seconds of each link, or machine, that it needs
-    weight: float = 1.0  # threads that this one stands for
+    weight: float = 1.0  # threads that it keeps busy
     machine: int | None = None
+    is_between: bool | None = None  # of hops: whether they leave a node
 
 
 class _Thread:
@@ -109,14 +109,17 @@ class Replay:
         busy: dict[int, float] = defaultdict(float)
         sharers: dict[Place, int] = defaultdict(int)
         for work in self.works:
-            if work.machine is not None:
-                busy[work.machine] += work.weight
+            if work.machine is not None or self.wire.is_one_machine:
+                busy[work.machine or 0] += work.weight
             for link in work.demands:
                 sharers[link] += 1
         speeds = []
         for work in self.works:
             if work.machine is not None:
                 speeds.append(self.wire.computing_speed(busy[work.machine]))
+            elif work.is_between is not None:
+                crowd = busy[0] if self.wire.is_one_machine else max(busy.values(), default=0.0)
+                speeds.append(1 / max(TINY, self.wire.latency(work.is_between, crowd)))
             elif work.demands:
                 speeds.append(1 / max(sharers[link] * seconds for link, seconds in work.demands.items()))
             else:
@@ -202,11 +205,12 @@ class Replay:
         if shape not in self._demands:
             self._demands[shape] = operation.demands(self.wire)
         demands = self._demands[shape]
-        seconds = operation.hop_seconds(self.wire)
+
+        is_between, crowd = operation.is_between, sum(map(len, operation.siblings))
 
         def send() -> None:
             if demands and max(demands.values()) > 0:
-                self.works.append(_Work(1.0, finish, demands))
+                self.works.append(_Work(1.0, finish, demands, crowd * self.wire.sending_share))
             else:
                 finish()
 
@@ -214,8 +218,8 @@ class Replay:
             operation.is_done = True
             self._wake(id(operation))
 
-        if seconds > 0 and math.isfinite(seconds):
-            self.works.append(_Work(seconds, send))
+        if operation.num_hops and self.wire.latency(is_between) > 0:
+            self.works.append(_Work(operation.num_hops, send, weight=crowd, is_between=is_between))
         else:
             send()
 

@@ -6,11 +6,13 @@ import copy
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from thinwire import registry
@@ -57,12 +59,33 @@ def time_steps(spec: str, training: Training, schedule: Schedule, seconds: float
     threads = torch.get_num_threads()
     torch.set_num_threads(num_threads(max(Counter(schedule.nodes).values())))
     try:
-        recorded = record(run.train, ranks=len(schedule.nodes), nodes=schedule.nodes, of=ranks, is_timed=True)
+        with own_group() as group:
+            recorded = record(
+                run.train, ranks=len(schedule.nodes), nodes=schedule.nodes, of=ranks, is_timed=True, group=group
+            )
     except UsageError:  # a small model in place of the real one may be too small for the strategy
         return {rank: Trace(len(schedule.nodes)) for rank in ranks}
     finally:
         torch.set_num_threads(threads)
     return {rank: trace for rank, (trace, _, _) in recorded.items()}
+
+
+@contextmanager
+def own_group() -> Iterator[dist.ProcessGroup]:
+    """A process group of this process alone."""
+    if dist.is_initialized():
+        group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+        try:
+            yield group
+        finally:
+            dist.destroy_process_group(group)
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
 
 
 class _TimedRun:

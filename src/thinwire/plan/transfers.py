@@ -40,9 +40,10 @@ class Operation:
         """The groups; of a message, its two ranks in each of them."""
         return self.siblings
 
-    def hop_seconds(self, wire: Wire) -> float:
-        payload = max(event.payload for event in self.starts.values())
-        return hops(self.op, payload, len(self.siblings[0])) * wire.latency(self.is_between)
+    @property
+    def num_hops(self) -> float:
+        """Messages that it waits for, one after the other."""
+        return hops(self.op, max(event.payload for event in self.starts.values()), len(self.siblings[0]))
 
     def demands(self, wire: Wire) -> dict[Place, float]:
         """How many seconds of each link it takes."""

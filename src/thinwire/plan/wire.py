@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thinwire.netlab.link import Link
@@ -14,6 +13,7 @@ PREAMBLE_BYTES = 48  # of each of the three messages by which gloo sends one: tw
 TCP_BYTES, ETHERNET_BYTES = 52, 14  # headers of a packet, TCP's time stamps included; a TUN device has no Ethernet
 PACKETS_PER_MESSAGE = 3.7  # those three, and an acknowledgement that does not always travel with other data
 LOOPBACK_MBIT = 12_000.0  # between processes of one machine, of which each byte is copied four times
+CORE_SECONDS_PER_BYTE = 3.6e-9  # of gloo and Linux, to send one byte and to receive one
 HOP_SECONDS = 1e-4  # that gloo and Linux need to pass a message on
 
 
@@ -50,21 +50,28 @@ class Wire:
     is_one_machine: bool = False
     loopback_mbit: float = LOOPBACK_MBIT
     hop_seconds: float = HOP_SECONDS
+    busy_hop_seconds: float = HOP_SECONDS  # while all cores of a machine compute
     slowdown: tuple[float, ...] = (1.0,)  # of one process, while 1, 2, … processes of a machine compute
 
     def seconds_per_byte(self, is_between: bool) -> float:
         """For each byte that Linux counts."""
         return 8e-6 / (self.link.rate_mbit if is_between else self.loopback_mbit)
 
-    def latency(self, is_between: bool) -> float:
-        """Of one message from one rank to another."""
-        return self.hop_seconds + (self.link.latency_ms / 1e3 if is_between else 0.0)
+    def latency(self, is_between: bool, busy: float = 0.0) -> float:
+        """Of one message from one rank to another, while so many threads of a machine compute."""
+        own = self.busy_hop_seconds if busy >= self.cores else self.hop_seconds
+        return own + (self.link.latency_ms / 1e3 if is_between else 0.0)
 
     def kernel_bytes(self, wire_bytes: float, messages: float) -> float:
         """What Linux counts for so many bytes in so many messages: with preambles, headers and acknowledgements."""
         return wire_bytes * (1 + self.frames.overhead) + messages * (
             3 * PREAMBLE_BYTES + PACKETS_PER_MESSAGE * self.frames.header_bytes
         )
+
+    @property
+    def sending_share(self) -> float:
+        """The share of a core that a rank needs to send and receive at the rate of the link."""
+        return min(1.0, CORE_SECONDS_PER_BYTE * self.link.rate_mbit * 1e6 / 8)
 
     def computing_speed(self, busy: float) -> float:
         """The speed of each of so many threads that compute on a machine at once; 1 = that of one alone."""
@@ -105,8 +112,3 @@ def lab_frames(link: Link, is_relayed: bool) -> Frames:
 
     mtu, packet = frames(link, is_relayed)
     return Frames(mtu, packet, TCP_BYTES + (0 if is_relayed else ETHERNET_BYTES))
-
-
-def nodes_of(ranks: Sequence[int], placed: Sequence[int]) -> list[int]:
-    """The node of each of some ranks."""
-    return [placed[rank] for rank in ranks]
