@@ -143,7 +143,7 @@ def rank_curves(plan: Plan, specs: Sequence[str], most_seconds: float = MOST_SEC
 
 def _size(one: Study) -> int:
     """Events of all recorded ranks: what has more of them takes longer to record and to replay."""
-    traces = one.schedule.traces.values()
+    traces = one.recorded.traces.values()
     return sum(len(trace.events) + sum(len(task.events) for task in trace.tasks) for trace in traces)
 
 

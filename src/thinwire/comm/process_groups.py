@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from thinwire.errors import PeerLost
 
+ProcessGroup = dist.ProcessGroup
 GroupPair = tuple[dist.ProcessGroup, dist.ProcessGroup]
 PEER_GRACE_SECONDS = 3.0
 
@@ -40,3 +41,21 @@ def peer_errors() -> Iterator[None]:
             raise
         time.sleep(PEER_GRACE_SECONDS)
         raise PeerLost(f"lost contact with another rank ({str(error).splitlines()[0]})") from error
+
+
+@contextmanager
+def own_group() -> Iterator[dist.ProcessGroup]:
+    """A process group of this process alone."""
+    if dist.is_initialized():
+        group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+        try:
+            yield group
+        finally:
+            dist.destroy_process_group(group)
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()

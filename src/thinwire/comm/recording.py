@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from thinwire.comm.background import BackgroundWork
 from thinwire.comm.base import Op, find_own_group
 from thinwire.comm.dry import DryComm
 from thinwire.comm.ledger import Ledger, Total
+from thinwire.comm.process_groups import ProcessGroup
 from thinwire.comm.trace import Channel, Trace
 from thinwire.comm.turns import Turns
 from thinwire.comm.wire_bytes import Sent

@@ -5,13 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from thinwire.comm.board import Board
+from thinwire.comm.process_groups import ProcessGroup
 from thinwire.comm.trace import Channel, Trace
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class Turns:

@@ -8,11 +8,12 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed import GradBucket, ProcessGroup
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm.background import BackgroundWork
+from thinwire.comm.process import GradBucket
+from thinwire.comm.process_groups import ProcessGroup
 from thinwire.comm.recording import RecordingComm
 from thinwire.comm.wire_bytes import all_reduce_sends
 from thinwire.exchange.buckets import init_states, make_buckets, missing_gradient_error

@@ -20,7 +20,7 @@ from thinwire.errors import ThinwireError
 from thinwire.netlab.link import Link
 from thinwire.plan.measured import REFERENCE, is_safe, qualities
 from thinwire.plan.planner import Forecast, study
-from thinwire.plan.schedule import Training
+from thinwire.plan.recorded_run import Training
 from thinwire.plan.timing import Effort
 from thinwire.plan.wire import Frames, Wire
 from thinwire.strategies.base import Artifact, Strategy

@@ -9,14 +9,14 @@ from typing import NamedTuple, Protocol
 from thinwire import registry
 from thinwire.comm.trace import Trace
 from thinwire.plan.predict import predict_epochs
-from thinwire.plan.schedule import Schedule, Training, record_schedule
+from thinwire.plan.recorded_run import RecordedRun, Training, record_run
 from thinwire.plan.timing import Effort, time_steps
 from thinwire.plan.wire import Wire
 from thinwire.spec import parse
 
 PLAIN_EPOCHS, PLAIN_STEPS = 2, 256  # that are recorded of a strategy whose epochs are all alike
-FEWEST_PLAIN_STEPS = 96  # in all: rounds may be longer than epochs
-PHASED_STEPS, FEWEST_STEPS, MOST_EPOCHS = 640, 8, 100  # of one that has phases: in all, of an epoch, and epochs
+FEWEST_PLAIN_STEPS = 64  # in all: rounds may be longer than epochs
+PHASED_STEPS, FEWEST_STEPS, MOST_EPOCHS = 160, 8, 100  # of one that has phases: in all, of an epoch, and epochs
 
 
 class Workload(Protocol):
@@ -51,10 +51,10 @@ class Forecast(NamedTuple):
 
 @dataclass(frozen=True)
 class Study:
-    """A strategy on a number of ranks: its schedule, the times of its steps, and the memory of a rank."""
+    """A strategy on a number of ranks: its recorded run, the times of its steps, and the memory of a rank."""
 
     spec: str
-    schedule: Schedule
+    recorded: RecordedRun
     timed: dict[int, Trace]
     effort: Effort
     steps_per_epoch: int
@@ -63,12 +63,12 @@ class Study:
 
     def forecast(self, wire: Wire) -> Forecast:
         """The strategy on a network."""
-        epochs = predict_epochs(self.schedule, self.timed, wire, self.effort)
-        first, recorded = self.first_typical_epoch, self.schedule.steps_per_epoch
+        epochs = predict_epochs(self.recorded, self.timed, wire, self.effort)
+        first, recorded = self.first_typical_epoch, self.recorded.steps_per_epoch
         count = len(epochs.seconds) - first
         steps = count * recorded
         seconds = sum(epochs.seconds[first:]) / steps
-        ranks = len(self.schedule.nodes)
+        ranks = len(self.recorded.nodes)
         return Forecast(
             self.spec, seconds, seconds * self.steps_per_epoch,
             sum(epochs.waiting[first:]) / max(1e-12, sum(epochs.seconds[first:])),
@@ -81,17 +81,17 @@ def study(
     spec: str, workload: Workload, nodes: Sequence[int], seconds: float = 1.0,
     say: Callable[[str], None] = lambda text: None,
 ) -> Study:  # fmt: skip
-    """Record a strategy's schedule and time its steps, for about so many seconds.
+    """Record a strategy's run and time its steps, for about so many seconds.
 
     Raises UsageError if the strategy cannot train this on so many ranks.
     """
     ranks = len(nodes)
     length = _length(spec, workload, ranks)
     say(f"{spec}: recording {length.epochs * length.steps} of {workload.epochs * length.actual} steps")
-    schedule = record_schedule(spec, workload.training(ranks, length.epochs, length.steps), nodes)
+    recorded = record_run(spec, workload.training(ranks, length.epochs, length.steps), nodes)
     say(f"{spec}: timing some steps")
-    timed = time_steps(spec, workload.stand_in(ranks, length.epochs, length.steps), schedule, seconds)
-    return _study(spec, schedule, timed, workload.effort(ranks), length)
+    timed = time_steps(spec, workload.stand_in(ranks, length.epochs, length.steps), recorded, seconds)
+    return _study(spec, recorded, timed, workload.effort(ranks), length)
 
 
 def study_elsewhere(one: Study, workload: Workload, nodes: Sequence[int], seconds: float = 0.3) -> Study:
@@ -101,13 +101,13 @@ def study_elsewhere(one: Study, workload: Workload, nodes: Sequence[int], second
     """
     ranks = len(nodes)
     length = _length(one.spec, workload, ranks)
-    schedule = record_schedule(one.spec, workload.training(ranks, length.epochs, length.steps), nodes)
-    before, now = ([s.state_bytes[rank] for rank in sorted(s.traces)] for s in (one.schedule, schedule))
+    recorded = record_run(one.spec, workload.training(ranks, length.epochs, length.steps), nodes)
+    before, now = ([s.state_bytes[rank] for rank in sorted(s.traces)] for s in (one.recorded, recorded))
     if before == now:
-        timed = dict(zip(sorted(schedule.traces), (one.timed[rank] for rank in sorted(one.timed)), strict=True))
+        timed = dict(zip(sorted(recorded.traces), (one.timed[rank] for rank in sorted(one.timed)), strict=True))
     else:
-        timed = time_steps(one.spec, workload.stand_in(ranks, length.epochs, length.steps), schedule, seconds)
-    return _study(one.spec, schedule, timed, one.effort, length)
+        timed = time_steps(one.spec, workload.stand_in(ranks, length.epochs, length.steps), recorded, seconds)
+    return _study(one.spec, recorded, timed, one.effort, length)
 
 
 class _Length(NamedTuple):
@@ -130,8 +130,8 @@ def _length(spec: str, workload: Workload, ranks: int) -> _Length:
     return _Length(epochs, steps, actual, 1 if epochs > 1 else 0)
 
 
-def _study(spec: str, schedule: Schedule, timed: dict[int, Trace], effort: Effort, length: _Length) -> Study:
-    memory = max(schedule.state_bytes.values()) + round(
+def _study(spec: str, recorded: RecordedRun, timed: dict[int, Trace], effort: Effort, length: _Length) -> Study:
+    memory = max(recorded.state_bytes.values()) + round(
         effort.memory * max(trace.kept_bytes for trace in timed.values())
     )
-    return Study(str(parse(spec)), schedule, timed, effort, length.actual, length.first, memory)
+    return Study(str(parse(spec)), recorded, timed, effort, length.actual, length.first, memory)

@@ -1,4 +1,4 @@
-"""Predict a run on a network: seconds, waiting and bytes of its epochs, from a recorded schedule and timed steps."""
+"""Predict a run on a network: seconds, waiting and bytes of its epochs, from a recorded run and timed steps."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
 from thinwire.comm.trace import Event, Trace
+from thinwire.plan.recorded_run import RecordedRun
 from thinwire.plan.replay import replay
-from thinwire.plan.schedule import Schedule
 from thinwire.plan.timing import Effort, with_times
 from thinwire.plan.transfers import MANY_RANKS
 from thinwire.plan.wire import Wire, messages
@@ -39,10 +39,10 @@ class Epochs(NamedTuple):
     kernel_between_bytes: list[float]
 
 
-def predict_epochs(schedule: Schedule, timed: Mapping[int, Trace], wire: Wire, effort: Effort = Effort()) -> Epochs:
-    """Replay a schedule on a network, with the times of timed steps."""
-    result = replay(with_times(schedule, timed, effort), schedule.stands_for, schedule.nodes, wire)
-    sent = [[one[i] for one in sent_by_epoch(schedule, wire)] for i in range(len(Sent._fields))]
+def predict_epochs(recorded: RecordedRun, timed: Mapping[int, Trace], wire: Wire, effort: Effort = Effort()) -> Epochs:
+    """Replay a recorded run on a network, with the times of timed steps."""
+    result = replay(with_times(recorded, timed, effort), recorded.stands_for, recorded.nodes, wire)
+    sent = [[one[i] for one in sent_by_epoch(recorded, wire)] for i in range(len(Sent._fields))]
     return Epochs(_steps(result.seconds("epoch")), _steps(result.waited("epoch")), *sent)
 
 
@@ -50,19 +50,19 @@ def _steps(times: list[float]) -> list[float]:
     return [now - before for before, now in zip([0.0, *times], times, strict=False)]
 
 
-def sent_by_epoch(schedule: Schedule, wire: Wire) -> list[Sent]:
+def sent_by_epoch(recorded: RecordedRun, wire: Wire) -> list[Sent]:
     """What all ranks send for training in each epoch."""
     known: dict[Hashable, Sent] = {}
     found: list[Sent] = []
-    for rank, trace in schedule.traces.items():
-        represented = [r for r, recorded in enumerate(schedule.stands_for) if recorded == rank]
+    for rank, trace in recorded.traces.items():
+        represented = [r for r, recorded in enumerate(recorded.stands_for) if recorded == rank]
         for epoch, events in enumerate(_epochs(trace)):
             total = Sent()
             for event in events:
                 if event.kind == "start" and event.purpose in TRAINING:
                     key = rank, event.op, event.channel.group, event.payload, tuple(event.sent.items())
                     if key not in known:
-                        known[key] = _sent_in(event, rank, represented, schedule, wire)
+                        known[key] = _sent_in(event, rank, represented, recorded, wire)
                     total = total.plus(known[key])
             found += [Sent()] * (epoch + 1 - len(found))
             found[epoch] = found[epoch].plus(total)
@@ -81,18 +81,18 @@ def _epochs(trace: Trace) -> list[list[Event]]:
     return epochs[:-1]
 
 
-def _sent_in(event: Event, rank: int, represented: list[int], schedule: Schedule, wire: Wire) -> Sent:
+def _sent_in(event: Event, rank: int, represented: list[int], recorded: RecordedRun, wire: Wire) -> Sent:
     """What a rank sends in an operation, and all ranks that it stands for: each to the same places behind it."""
-    groups = {r: group for group in schedule.traces[rank].groups[event.channel.group] for r in group}
+    groups = {r: group for group in recorded.traces[rank].groups[event.channel.group] for r in group}
     own = groups[rank].index(rank)
     number = messages(event.op, event.payload, len(groups[rank]), len(event.sent)) / max(1, len(event.sent))
     total = Sent()
     if event.op == "all_to_all" and len(groups[rank]) > MANY_RANKS:
         parts = sum(event.sent.values())
         kernel = wire.kernel_bytes(parts, len(event.sent))
-        node_sizes = Counter((id(group), schedule.nodes[r]) for r, group in groups.items())
+        node_sizes = Counter((id(group), recorded.nodes[r]) for r, group in groups.items())
         for other in represented:
-            own_node = node_sizes[id(groups[other]), schedule.nodes[other]]
+            own_node = node_sizes[id(groups[other]), recorded.nodes[other]]
             leaving = (len(groups[other]) - own_node) / (len(groups[other]) - 1)
             total = total.plus(Sent(parts, kernel, parts * leaving, kernel * leaving))
         return total
@@ -100,7 +100,7 @@ def _sent_in(event: Event, rank: int, represented: list[int], schedule: Schedule
         group = groups[other]
         shift = group.index(other) - own
         for to, count in event.sent.items():
-            leaves = schedule.nodes[group[(to + shift) % len(group)]] != schedule.nodes[other]
+            leaves = recorded.nodes[group[(to + shift) % len(group)]] != recorded.nodes[other]
             kernel = wire.kernel_bytes(count, number)
             total = total.plus(Sent(count, kernel, count * leaves, kernel * leaves))
     return total

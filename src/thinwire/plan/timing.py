@@ -1,4 +1,4 @@
-"""How long ranks compute: some steps of the strategy, run and timed on this machine, lend their times to a schedule."""
+"""How long ranks compute: some steps of a strategy, timed on this machine, lend their times to a recorded run."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import copy
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from thinwire import registry
+from thinwire.comm.process_groups import own_group
 from thinwire.comm.recording import RecordingComm, record
 from thinwire.comm.trace import Event, Task, Trace
 from thinwire.common.cores import num_threads
@@ -23,7 +22,7 @@ from thinwire.common.memory import keep_freed_memory
 from thinwire.common.messages import quiet
 from thinwire.data import Batch
 from thinwire.errors import PeerLost, UsageError
-from thinwire.plan.schedule import Schedule, Training
+from thinwire.plan.recorded_run import RecordedRun, Training
 from thinwire.strategies.base import Strategy
 
 FORWARD = 1 / 3  # share of the forward pass in the computing of a step
@@ -48,44 +47,26 @@ class Laps(NamedTuple):
     events: list[Event]
 
 
-def time_steps(spec: str, training: Training, schedule: Schedule, seconds: float) -> dict[int, Trace]:
+def time_steps(spec: str, training: Training, recorded: RecordedRun, seconds: float) -> dict[int, Trace]:
     """Traces with times of the recorded ranks: a short run of the strategy with real tensors, of about so many seconds.
 
     Ranks that send to each other take turns, so each rank's time is its own.
     """
     keep_freed_memory()  # as ranks do
-    ranks = sorted(schedule.traces)
+    ranks = sorted(recorded.traces)
     run = _TimedRun(spec, training, seconds * len(ranks))
     threads = torch.get_num_threads()
-    torch.set_num_threads(num_threads(max(Counter(schedule.nodes).values())))
+    torch.set_num_threads(num_threads(max(Counter(recorded.nodes).values())))
     try:
         with own_group() as group:
-            recorded = record(
-                run.train, ranks=len(schedule.nodes), nodes=schedule.nodes, of=ranks, is_timed=True, group=group
+            timed = record(
+                run.train, ranks=len(recorded.nodes), nodes=recorded.nodes, of=ranks, is_timed=True, group=group
             )
     except UsageError:  # a small model in place of the real one may be too small for the strategy
-        return {rank: Trace(len(schedule.nodes)) for rank in ranks}
+        return {rank: Trace(len(recorded.nodes)) for rank in ranks}
     finally:
         torch.set_num_threads(threads)
-    return {rank: trace for rank, (trace, _, _) in recorded.items()}
-
-
-@contextmanager
-def own_group() -> Iterator[dist.ProcessGroup]:
-    """A process group of this process alone."""
-    if dist.is_initialized():
-        group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-        try:
-            yield group
-        finally:
-            dist.destroy_process_group(group)
-        return
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        assert dist.group.WORLD is not None
-        yield dist.group.WORLD
-    finally:
-        dist.destroy_process_group()
+    return {rank: trace for rank, (trace, _, _) in timed.items()}
 
 
 class _TimedRun:
@@ -149,7 +130,7 @@ def plain_seconds(training: Training, seconds: float) -> float:
     return Times(record(run.train, ranks=1, of=[0], is_timed=True)[0][0]).plain
 
 
-# ---- times of a schedule's events
+# ---- times of a recorded run's events
 
 
 class Times:
@@ -193,9 +174,9 @@ class Times:
         return [factor * seconds for seconds in self.tasks[tuple(map(_shape, alike.events))]]
 
 
-def with_times(schedule: Schedule, timed: Mapping[int, Trace], effort: Effort = Effort()) -> dict[int, Trace]:
-    """The schedule's traces, with times of the timed ones."""
-    return {rank: _filled(trace, Times(timed[rank], effort.plain), effort) for rank, trace in schedule.traces.items()}
+def with_times(recorded: RecordedRun, timed: Mapping[int, Trace], effort: Effort = Effort()) -> dict[int, Trace]:
+    """The recorded run's traces, with times of the timed ones."""
+    return {rank: _filled(trace, Times(timed[rank], effort.plain), effort) for rank, trace in recorded.traces.items()}
 
 
 def _filled(trace: Trace, times: Times, effort: Effort) -> Trace:

@@ -17,7 +17,7 @@ from thinwire.common.memory import free_memory
 from thinwire.common.tensors import num_bytes
 from thinwire.config import RunConfig
 from thinwire.data import Batch, Loader, Shard
-from thinwire.plan.schedule import Training
+from thinwire.plan.recorded_run import Training
 from thinwire.plan.timing import Effort, plain_seconds
 from thinwire.strategies.learner import Recipe
 from thinwire.tasks.base import Task

@@ -16,7 +16,7 @@ from thinwire import registry
 from thinwire.comm.base import Comm
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.world import place
-from thinwire.plan.schedule import Schedule, Training, record_schedule
+from thinwire.plan.recorded_run import RecordedRun, Training, record_run
 from thinwire.strategies.learner import Recipe
 
 EPOCHS = 3
@@ -58,7 +58,7 @@ def sent(ledger: Ledger) -> dict[Any, int]:
     return {key: count for key, count in found.items() if count}
 
 
-def recorded(schedule: Schedule) -> list[dict[Any, int]]:
+def recorded(schedule: RecordedRun) -> list[dict[Any, int]]:
     return [sent(schedule.ledgers[rank]) for rank in schedule.stands_for]
 
 
@@ -66,7 +66,7 @@ def recorded(schedule: Schedule) -> list[dict[Any, int]]:
 def test_recorded_bytes_are_those_of_a_real_run(process_world: ProcessWorlds, spec: str) -> None:
     on_processes = spec.startswith(LIKE_PROCESSES)
     ranks, nodes = (4, 1) if on_processes else (4, 2)
-    schedule = record_schedule(spec, training(), place(ranks, nodes), all_ranks=True)
+    schedule = record_run(spec, training(), place(ranks, nodes), all_ranks=True)
     if on_processes:
         real = process_world.run(train, ranks, spec)
     else:
@@ -81,8 +81,8 @@ def test_every_strategy_is_in_this_law(name: str) -> None:
 
 @pytest.mark.parametrize("spec", [specs[0] for specs in runs.strategies().values()])
 def test_ranks_that_are_not_recorded_send_as_their_representatives(spec: str) -> None:
-    exact = recorded(record_schedule(spec, training(), place(4, 2), all_ranks=True))
-    chosen = record_schedule(spec, training(), place(4, 2))
+    exact = recorded(record_run(spec, training(), place(4, 2), all_ranks=True))
+    chosen = record_run(spec, training(), place(4, 2))
     for whole, one in zip(exact, recorded(chosen), strict=True):
         training_bytes = [
             sum(n for (purpose, *_, kind), n in found.items() if purpose == "train" and kind == "wire_bytes")

@@ -35,7 +35,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class RecordedRun:
     """The recorded ranks of a run: their traces and ledgers; `stands_for` has the recorded rank for each rank."""
 
     spec: str
@@ -47,7 +47,7 @@ class Schedule:
     state_bytes: dict[int, int]  # that each rank keeps: weights, moments, residuals, snapshots; and gradients
 
 
-def record_schedule(spec: str, training: Training, nodes: Sequence[int], all_ranks: bool = False) -> Schedule:
+def record_run(spec: str, training: Training, nodes: Sequence[int], all_ranks: bool = False) -> RecordedRun:
     """Record a whole run without computing: on the meta device if the strategy needs no values, else with zeros.
 
     Of ranks that send alike one is recorded, unless `all_ranks` is set. Raises UsageError if the strategy cannot train
@@ -73,13 +73,13 @@ def _representatives(spec: str, training: Training, nodes: Sequence[int], on_met
     return found
 
 
-def _record(spec: str, training: Training, nodes: Sequence[int], stands_for: list[int], on_meta: bool) -> Schedule:
+def _record(spec: str, training: Training, nodes: Sequence[int], stands_for: list[int], on_meta: bool) -> RecordedRun:
     recorded = record(
         lambda comm: Rehearsal(spec, training, comm, on_meta).run(),
         ranks=len(nodes), nodes=nodes, of=sorted(set(stands_for)),
     )  # fmt: skip
     results = {rank: result for rank, (_, _, result) in recorded.items()}
-    return Schedule(
+    return RecordedRun(
         spec,
         {rank: trace for rank, (trace, _, _) in recorded.items()},
         {rank: ledger for rank, (_, ledger, _) in recorded.items()},
