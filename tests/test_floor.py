@@ -173,7 +173,11 @@ def test_rows_name_what_exists() -> None:
     ours = [row for row in rows.ROWS if not row.name.startswith("DDP")]
     for row in ours:
         registry.check("strategies", row.name)
-    assert {spec.parse(row.name).name for row in ours} == set(registry.TABLE["strategies"]) - {"alone", "sequence"}
+    assert {spec.parse(row.name).name for row in ours} == set(registry.TABLE["strategies"]) - {
+        "alone",
+        "sequence",
+        "auto",
+    }
     assert len(rows.BY_NAME) == len(rows.ROWS)
 
 

@@ -13,7 +13,10 @@ import thinwire as tw
 from thinwire.comm.base import Comm
 
 Data = list[tuple[Tensor, Tensor]]
-EXAMPLES = {"sequence": "sequence([data_parallel, local_sgd])"}  # of strategies that need an option
+EXAMPLES = {
+    "sequence": "sequence([data_parallel, local_sgd])",  # needs an option
+    "auto": "auto(loss_allowed=0)",  # takes data_parallel: a choice by measured times may not be the same twice
+}
 Weights = dict[str, Tensor]
 Module = TypeVar("Module", bound=nn.Module)
 

@@ -42,7 +42,7 @@ def test_json_has_an_object_for_each_strategy_and_link(
     slow, fast = rows[:2], rows[2:]
     assert [row["link"] for row in rows] == ["1mbit", "1mbit", "50000mbit", "50000mbit"]
     assert slow[0]["strategy"] == "data_parallel(reducer=maxnorm(bits=4))"  # the fastest first
-    assert fast[0]["strategy"] == "data_parallel"
+    assert min(row["seconds_per_step"] for row in fast) < slow[0]["seconds_per_step"]
     assert slow[0]["kernel_bytes_per_step"] > slow[0]["wire_bytes_per_step"] > 0
     assert any("+0.9 points" in text for text in slow[0]["measured"])
 
@@ -55,7 +55,7 @@ def test_the_table_names_what_is_left_out_and_why(
     assert code == 0
     assert "left out: ist:" in out
     assert "fastest: data_parallel" in out
-    assert "not measured" in out
+    assert "exact" in out
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,7 @@ def test_the_table_names_what_is_left_out_and_why(
         (["--ranks", "1"], "one rank sends nothing"),
         (["--ranks", "2", "--nodes", "3"], "3 nodes for 2 ranks"),
         (["diloko"], "did you mean 'diloco'"),
+        (["auto"], "auto chooses when a run begins"),
         (["--compute", "fast"], "expected a rate above 0, as 500gflops"),
         (["--from", "nowhere"], "holds no finished runs"),
         (["ist", "--ranks", "64", "--model", "mlp(width=8)"], "none of these strategies can run: ist:"),
@@ -83,12 +84,12 @@ def test_own_runs_count_before_ours(tmp_path: Path) -> None:
     for spec, accuracy in (("data_parallel", 90.0), ("diloco", 89.8)):
         folder = tmp_path / spec
         folder.mkdir()
-        about = {"task": "digits", "model": "mlp", "epochs": 3, "strategy": spec, "seed": 0, "metric": "accuracy"}
-        (folder / "summary.json").write_text(json.dumps({**about, "value": accuracy}))
+        about = {"task": "digits", "model": "mlp", "epochs": 3, "ranks": 2, "seed": 0, "metric": "accuracy"}
+        (folder / "summary.json").write_text(json.dumps({**about, "strategy": spec, "value": accuracy}))
     config = PlanConfig(ranks=2, epochs=2, model="mlp(width=32)", own_runs=tmp_path)
     (options,) = make_plan(["data_parallel", "diloco"], config).options
     diloco = next(option for option in options if option.forecast.strategy == "diloco")
-    assert str(diloco.measured[0]) == "-0.2 points (digits, mlp, 3 epochs, 1 seed)"
+    assert str(diloco.measured[0]) == "-0.2 points (digits, mlp, 2 ranks, 3 epochs, 1 seed)"
     safe = chosen(options)
     assert safe is not None
     assert safe.forecast.strategy == "data_parallel"  # our own runs say that diloco loses more

@@ -400,7 +400,7 @@ def test_ledger_and_kernel_agree_within_one_percent_for_every_strategy(tmp_path:
     """With a model of some megabytes: what the formulas leave out (headers, acknowledgements, gloo's own notes) is
     about 350 bytes a message, and grows with the number of messages, not with their size."""
     special = {"daso": WITHOUT_WAITING, "ab": "ab(cutoff=0.5)"}  # with factors to send
-    special |= {"sequence": "sequence([data_parallel, local_sgd])"}
+    special |= {"sequence": "sequence([data_parallel, local_sgd])", "auto": "auto(loss_allowed=0)"}
     specs = [special.get(name, name) for name in registry.TABLE["strategies"]]
     apart = ["ist"], ["local_parallel", "pipeline"]  # slices go in n·(n−1) messages, activations in one for each batch
     rest = [spec for spec in specs if spec not in apart[0] + apart[1]]

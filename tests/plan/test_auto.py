@@ -84,7 +84,7 @@ def test_the_wire_of_one_node_is_its_loopback() -> None:
 def chosen_on_processes(comm: Comm, slow: bool) -> tuple[str, str, bool, bool]:
     """Train with a network that seems slow, go on from a state that was saved, and tell the choices."""
     before = module.measure_ring
-    module.measure_ring = lambda comm, seconds: PairLink(1.0, 5.0) if slow else PairLink(1e6, 1e-4)
+    module.measure_ring = lambda comm, seconds: PairLink(0.01, 1e-3) if slow else PairLink(1e6, 1e-4)
     try:
         strategy = trainer(comm, "auto")
         torch_state = torch.get_rng_state()
@@ -108,8 +108,43 @@ def test_ranks_choose_alike_and_a_resumed_run_keeps_the_choice(process_world: Pr
     choices = {choice for first, second, _, _ in results for choice in (first, second)}
     assert len(choices) == 1
     assert all(equal and drew_nothing for *_, equal, drew_nothing in results)
-    if not slow:
-        assert choices == {"data_parallel"}
+    assert (choices == {"data_parallel"}) is not slow
+
+
+class InPlace(torch.nn.Module):
+    """A model that changes its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.mul_(0.5))
+
+
+def beside_a_group_of_the_user(comm: Comm) -> tuple[float, int, bool]:
+    """Prepare auto with a group of one's own, an optimizer that is remembered, and a model that changes its input."""
+    mine = comm.split([range(comm.size)], "mine")
+    made = []
+
+    def factory(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        made.append(torch.optim.SGD(parameters, 0.1))
+        return made[-1]
+
+    strategy = tw.prepare("auto", model=InPlace(), optimizer=factory, loss=torch.nn.functional.cross_entropy, comm=comm)
+    batch = batches(1, 24)[0]
+    before = batch[0].clone()
+    strategy.step((batch[0], batch[1]))
+    assert isinstance(strategy, Auto)
+    in_use = strategy.strategy.learner.optimizer  # type: ignore[attr-defined]
+    return (batch[0] / before).mean().item(), int(mine.sum(torch.ones(1))), in_use is made[-1]
+
+
+def test_the_probe_leaves_batch_groups_and_optimizer_as_they_are(process_world: ProcessWorlds) -> None:
+    for scale, ranks, is_last in process_world.run(beside_a_group_of_the_user, 2):
+        assert scale == pytest.approx(0.5)  # of one step, and not of the probe's too
+        assert ranks == 2
+        assert is_last
 
 
 def test_what_the_package_says_of_accuracy_is_what_results_json_says() -> None:

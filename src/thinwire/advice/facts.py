@@ -18,6 +18,7 @@ from thinwire import __version__, netlab
 from thinwire.comm.addresses import gloo_address, own_addresses, resolve_host
 from thinwire.comm.join import pick_backend
 from thinwire.comm.world import World, node_key
+from thinwire.common.memory import free_memory
 from thinwire.config import RunConfig
 from thinwire.run.network import LinkReport
 
@@ -72,7 +73,7 @@ def look(config: RunConfig, world: World, device: torch.device, link: LinkReport
         name_addresses=_resolved(socket.gethostname()),
         store_listens_at=listening_addresses(world.port) if world.rank == 0 else [],
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        memory_bytes=free_memory(),
+        memory_bytes=int(min(free_memory(), 2**62)),
         folder=str(folder),
         folder_bytes=shutil.disk_usage(folder).free,
         folder_is_writable=os.access(folder, os.W_OK | os.X_OK),
@@ -87,16 +88,6 @@ def num_cores() -> int:
         quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
         cores = min(cores, max(1, round(quota / period)))
     return cores
-
-
-def free_memory() -> int:
-    """Bytes that this process can still get, in the machine and in its container."""
-    found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    free = 1024 * int(found.group(1)) if found else 0
-    with suppress(OSError, ValueError):  # no such limit
-        limit, used = (int(Path("/sys/fs/cgroup", name).read_text()) for name in ("memory.max", "memory.current"))
-        free = min(free, max(0, limit - used))
-    return free
 
 
 def listening_addresses(port: int) -> list[str]:

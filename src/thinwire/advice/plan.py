@@ -107,6 +107,8 @@ def make_plan(strategies: Sequence[str], config: PlanConfig, say: Callable[[str]
     nodes = check_world(config)
     for spec in strategies:
         registry.find("strategies", parse(spec).name)
+        if parse(spec).name == "auto":
+            raise UsageError("auto chooses when a run begins; name strategies, or none for all that can run")
     from thinwire.advice.ranking import ranked, wire_for
     from thinwire.plan.machine import measure_machine
     from thinwire.plan.measured import read_own
@@ -125,8 +127,9 @@ def make_plan(strategies: Sequence[str], config: PlanConfig, say: Callable[[str]
         say(f"{number + 1} of {len(specs)}: {spec}" + (f" (about {left:.0f} s left)" if left else ""))
         try:
             made.studies.append(study(spec, workload, nodes))
-        except ThinwireError as error:
-            made.left_out[spec] = str(error)
+        except (ThinwireError, RuntimeError) as error:
+            text = str(error).partition("\n")[0]
+            made.left_out[spec] = text if text.startswith(parse(spec).name) else f"{spec}: {text}"
     if not made.studies:
         raise UsageError(f"none of these strategies can run: {'; '.join(made.left_out.values())}")
     made.options = [ranked(made.studies, link, wire_for(link, config, machine), own) for link in links]

@@ -9,6 +9,7 @@ from rich.table import Table
 from thinwire.advice.plan import Option, Plan
 from thinwire.advice.ranking import LOSS_ALLOWED, chosen
 from thinwire.common.formats import format_bytes, format_seconds
+from thinwire.plan.measured import REFERENCE
 
 
 def print_plan(plan: Plan, console: Console) -> None:
@@ -41,9 +42,14 @@ def _table(title: str, options: list[Option]) -> Table:
             escape(f.strategy), seconds_text(f.seconds_per_step), seconds_text(f.seconds_per_epoch),
             f"{f.waiting_share:.0%}", format_bytes(round(f.kernel_bytes_per_step)),
             format_bytes(round(f.between_bytes_per_step)), format_bytes(f.memory_bytes),
-            ", ".join(f"{quality.points:+.1f}" for quality in option.measured) or "not measured",
+            ", ".join(f"{quality.points:+.1f}" for quality in option.measured) or nothing_measured(f.strategy),
         )  # fmt: skip
     return table
+
+
+def nothing_measured(strategy: str) -> str:
+    """What to say of the accuracy of a strategy that was not compared with data_parallel."""
+    return "exact" if strategy == REFERENCE else "not measured"
 
 
 def advice(options: list[Option]) -> list[str]:

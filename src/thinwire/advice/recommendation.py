@@ -10,6 +10,7 @@ from thinwire.advice.findings import Finding
 from thinwire.advice.plan import make_plan
 from thinwire.advice.ranking import LOSS_ALLOWED, chosen
 from thinwire.config import PlanConfig
+from thinwire.errors import ThinwireError
 
 
 def with_recommendation(found: Diagnosis, task: str | None, model: str | None, data: Path | None) -> Diagnosis:
@@ -31,10 +32,18 @@ def recommend(found: Diagnosis, task: str, model: str | None, data: Path | None)
         task=task, model=model, data=data, ranks=len(found.facts), nodes=found.num_nodes,
         link=[f"{ring.rate_mbit:.6f}mbit,{ring.latency_ms:.6f}ms"], here=found.launcher == "thinwire",
     )  # fmt: skip
-    options = make_plan([], config).options[0]
+    if found.num_nodes == 1:
+        return Finding(
+            "note", "strategy", "data_parallel", "All ranks are on one node, so there is no link to save bytes on.",
+            "If a node's ranks wait for each other, --strategy auto measures that when a run begins.",
+        )  # fmt: skip
+    try:
+        options = make_plan([], config).options[0]
+    except ThinwireError as error:
+        return Finding("warning", "strategy", "none", f"No plan could be made: {error}.", "Try thinwire plan.")
     best, safe = options[0], chosen(options)
     faster = f" Faster, but not measured to keep the accuracy: {best.forecast.strategy}." if best is not safe else ""
-    assert safe is not None, "data_parallel can always run"
+    safe = safe or best
     return Finding(
         "note", "strategy", safe.forecast.strategy,
         f"For {task} on this network it is the fastest that lost at most {LOSS_ALLOWED} points where it was measured: "

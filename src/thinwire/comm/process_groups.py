@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from thinwire.comm.addresses import gloo_interface
 from thinwire.errors import PeerLost
 
 ProcessGroup = dist.ProcessGroup
@@ -53,7 +54,8 @@ def own_group() -> Iterator[dist.ProcessGroup]:
         finally:
             dist.destroy_process_group(group)
         return
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with gloo_interface("127.0.0.1"):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert dist.group.WORLD is not None
         yield dist.group.WORLD

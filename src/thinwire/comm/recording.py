@@ -218,7 +218,7 @@ def record(
 
 
 def _on_threads(run: Callable[[int], None], ranks: Sequence[int]) -> None:
-    threads = [threading.Thread(target=run, args=(rank,), name=f"recorded-{rank}") for rank in ranks]
+    threads = [threading.Thread(target=run, args=(rank,), name=f"recorded-{rank}", daemon=True) for rank in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 # Of mallopt in glibc's malloc.h.
@@ -35,9 +36,12 @@ def keep_freed_memory() -> bool:
 
 
 def free_memory() -> float:
-    """Bytes that processes could still take, as Linux estimates; infinite where it does not say."""
-    try:
+    """Bytes that this process can still get, in the machine and in its container; infinite where Linux does not say."""
+    free = float("inf")
+    with suppress(OSError):
         found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    except OSError:
-        found = None
-    return 1024 * int(found[1]) if found else float("inf")
+        free = 1024 * int(found[1]) if found else free
+    with suppress(OSError, ValueError):  # no such limit
+        limit, used = (int(Path("/sys/fs/cgroup", name).read_text()) for name in ("memory.max", "memory.current"))
+        free = min(free, max(0, limit - used))
+    return free

@@ -42,10 +42,9 @@ class RecordedOverlap:
         if comm.turns.group is not None:
             self._use_ddp(model, comm.turns.group)
             return
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(functools.partial(self._ready, name))
-            for name, p in self.parameters.items()
-        ]
+        own = weakref.ref(self)  # parameters must not keep the exchange alive
+        for name, p in self.parameters.items():
+            self._hooks.append(p.register_post_accumulate_grad_hook(functools.partial(_ready, own, name)))
 
     def _use_ddp(self, model: nn.Module, group: ProcessGroup) -> None:
         """Let DDP tell when gradients are ready, as it does in a run: what that costs is timed too."""
@@ -134,3 +133,9 @@ class RecordedOverlap:
 
     def __del__(self) -> None:
         self.close()
+
+
+def _ready(exchange: "weakref.ref[RecordedOverlap]", name: str, parameter: Tensor) -> None:
+    found = exchange()
+    if found is not None:
+        found._ready(name, parameter)

@@ -11,18 +11,19 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from thinwire import registry
 from thinwire.comm.base import Comm
 from thinwire.comm.link_probe import PairLink, measure_ring
 from thinwire.common.formats import format_rate
 from thinwire.common.messages import quiet, say
 from thinwire.data import Batch, Shard
-from thinwire.errors import ThinwireError
 from thinwire.netlab.link import Link
 from thinwire.plan.measured import REFERENCE, is_safe, qualities
 from thinwire.plan.planner import Forecast, study
 from thinwire.plan.recorded_run import Training
 from thinwire.plan.timing import Effort
 from thinwire.plan.wire import Frames, Wire
+from thinwire.spec import parse
 from thinwire.strategies.base import Artifact, Strategy
 from thinwire.strategies.learner import Recipe
 from thinwire.strategies.prepare import make_strategy
@@ -31,8 +32,8 @@ from thinwire.surgery.moments import OptimizerState
 REDUCERS = ("maxnorm", "maxnorm(bits=4)", "error_feedback(maxnorm(bits=2))", "powersgd(rank=4)")
 OTHERS = ("local_sgd", "diloco", "diloco(fragments=4)", "daso(warmup_epochs=1, cooldown_epochs=1)")
 CANDIDATES = (REFERENCE, *(f"{REFERENCE}(reducer={reducer})" for reducer in REDUCERS), *OTHERS)
-LINK_SECONDS, STUDY_SECONDS = 1.0, 0.3  # of the probe: for the link, and for each candidate
-WORTH = 0.95  # a candidate must take at most this share of data_parallel's time
+LINK_SECONDS, LINK_MEASUREMENTS, STUDY_SECONDS = 0.5, 3, 0.3  # of the probe: for the link, and for each candidate
+WORTH = 0.8  # a candidate must take at most this share of data_parallel's time: forecasts may be off by so much
 
 
 class Auto(Strategy):
@@ -40,7 +41,7 @@ class Auto(Strategy):
 
     The first step begins with a probe of some seconds: the link between nodes, and a few steps of each candidate on
     copies of the model. Candidates are data_parallel and those strategies that lost at most `loss_allowed` points of
-    accuracy wherever they were measured (docs/results.md). Another strategy than data_parallel must save 5 % of the
+    accuracy wherever they were measured (docs/results.md). Another strategy than data_parallel must save a fifth of the
     time. The choice is part of the state: a resumed run does not choose again. Wire bytes: those of the chosen
     strategy, and in the beginning the probe's and a second broadcast of the model.
     """
@@ -58,11 +59,14 @@ class Auto(Strategy):
         self.shard = Shard(comm.rank, comm.size)
         self.choice, self.reason = "", ""
         self.epoch_steps: int | None = None
+        self.groups: list[Comm] = []  # that the strategy made
         self._use(REFERENCE)
 
     def _use(self, spec: str) -> None:
-        self.comm.close_subgroups()
+        self.comm.close_subgroups(self.groups)
+        groups = self.comm.subgroups
         self.strategy: Strategy = make_strategy(spec, self.given, replace(self.recipe, compile=False), self.comm)
+        self.groups = [group for group in self.comm.subgroups if group not in groups]
 
     @property
     def model(self) -> nn.Module:
@@ -90,17 +94,26 @@ class Auto(Strategy):
         begin = time.perf_counter()
         if self.comm.size == 1 or self.comm.is_simulated or self.comm.is_dry:
             self.choice, self.reason = REFERENCE, "there is no network"
+        elif self.comm.backend != "gloo":
+            self.choice, self.reason = REFERENCE, f"networks of {self.comm.backend} cannot be forecast yet"
         else:
             say(f"auto: probing the network and {len(CANDIDATES)} strategies at most, for some seconds", self.comm.rank)
             with self.comm.ledger.purpose("start", instead_of="train"):
-                link = measure_ring(self.comm, LINK_SECONDS)
+                link = self._measure_link()
                 forecasts = self._forecasts(batch, link)
             self._decide(forecasts, link)
-        if self.choice != REFERENCE:
-            self._use(self.choice)
+            self._use(
+                self.choice
+            )  # also if it is the same: the optimizer that the factory makes last is the one in use
         took = time.perf_counter() - begin
         say(f"auto: {self.choice}: {self.reason} (the probe took {took:.1f} s)", self.comm.rank)
         self.strategy.begin_epoch(self.epoch_steps)
+
+    def _measure_link(self) -> PairLink | None:
+        """The median of a few measurements, by rate. Collective."""
+        found = [measure_ring(self.comm, LINK_SECONDS) for _ in range(LINK_MEASUREMENTS)]
+        links = sorted(link for link in found if link is not None)
+        return links[len(links) // 2] if links else None
 
     def _forecasts(self, batch: Batch, link: PairLink | None) -> list[Forecast]:
         """Of each candidate, by the slowest rank. All ranks study at once, as they will compute. Collective."""
@@ -109,7 +122,8 @@ class Auto(Strategy):
         found: list[Forecast] = []
         workload, wire = _OneBatch(self.given, self.recipe, batch, self.epoch_steps), wire_of(link, self.comm)
         for spec in CANDIDATES:
-            if not is_safe(spec, qualities(spec), self.loss_allowed):
+            has_phases = registry.load("strategies", parse(spec).name).has_phases
+            if not is_safe(spec, qualities(spec), self.loss_allowed) or (has_phases and not self.recipe.epochs):
                 continue
             own = _forecast(spec, workload, self.comm.nodes, wire)
             seconds, waiting = (-1.0, 0.0) if own is None else (own.seconds_per_step, own.waiting_share)
@@ -186,11 +200,14 @@ class _OneBatch:
 
 def _forecast(spec: str, workload: _OneBatch, nodes: Sequence[int], wire: Wire) -> Forecast | None:
     """None if the strategy cannot train this model here."""
-    with quiet(), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    devices = {p.device for p in workload.model.parameters() if p.is_cuda}
+    with quiet(), torch.random.fork_rng(devices=devices):
         try:
             return study(spec, workload, nodes, STUDY_SECONDS).forecast(wire)
-        except (ThinwireError, RuntimeError):
-            return None
+        except Exception as error:  # of one rank alone, perhaps: the others must learn of it
+            reason = str(error).partition("\n")[0]
+    say(f"auto: {spec} is left out: {reason}", once=True)
+    return None
 
 
 def wire_of(link: PairLink, comm: Comm) -> Wire:

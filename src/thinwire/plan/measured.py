@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import tomllib
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ from thinwire.errors import UsageError
 from thinwire.spec import parse
 
 REFERENCE = "data_parallel"
+DECIDING = ("batch_size", "lr", "optimizer", "schedule", "clip_norm", "accumulate", "autocast")  # settings of a run
 FILE = Path(__file__).with_name("measured.json")  # made of docs/results.json by benchmarks/measured.py
 
 
@@ -62,17 +64,29 @@ def compare_cells(cells: Iterable[Mapping[str, Any]]) -> dict[str, list[Quality]
     return result
 
 
+def _setting(summary: Mapping[str, Any], folder: Path) -> str:
+    """All that decides a run besides strategy and seed: the settings in its config.toml, where there is one."""
+    where = (
+        f"{summary['task']}, {summary.get('model') or 'model'}, {summary['ranks']} ranks, {summary['epochs']} epochs"
+    )
+    config = folder / "config.toml"
+    if not config.exists():
+        return where
+    settings = tomllib.loads(config.read_text())
+    rest = {name: settings[name] for name in DECIDING if name in settings}
+    return ", ".join([where, *(f"{name} {value}" for name, value in rest.items())])
+
+
 def read_own(folder: Path) -> dict[str, list[Quality]]:
     """Qualities from the runs in a folder that `thinwire compare` or `thinwire train` wrote, or that holds such."""
     cells = []
     for path in sorted(folder.glob("**/summary.json")) if folder.is_dir() else []:
-        summary = json.loads(path.read_text())
-        if summary.get("metric") == "accuracy":
-            setting = f"{summary['task']}, {summary.get('model') or 'model'}, {summary['epochs']} epochs"
-            cells.append({
-                "strategy": summary["strategy"], "seed": summary["seed"], "accuracy": summary["value"],
-                "setting": setting,
-            })  # fmt: skip
+        try:
+            summary = json.loads(path.read_text())
+            if summary["metric"] == "accuracy":
+                cells.append({**summary, "accuracy": summary["value"], "setting": _setting(summary, path.parent)})
+        except (ValueError, KeyError, TypeError):
+            raise UsageError(f"{path} is not the summary of a run; remove it, or give another --from") from None
     if not cells:
         raise UsageError(
             f"--from {folder} holds no finished runs with an accuracy (no summary.json); give a folder that thinwire "

@@ -90,8 +90,10 @@ def study(
     say(f"{spec}: recording {length.epochs * length.steps} of {workload.epochs * length.actual} steps")
     recorded = record_run(spec, workload.training(ranks, length.epochs, length.steps), nodes)
     say(f"{spec}: timing some steps")
-    timed = time_steps(spec, workload.stand_in(ranks, length.epochs, length.steps), recorded, seconds)
-    return _study(spec, recorded, timed, workload.effort(ranks), length)
+    effort = workload.effort(ranks)
+    training = workload.stand_in(ranks, length.epochs, length.steps)
+    timed = time_steps(spec, training, recorded, seconds, is_stand_in=effort.plain > 0)
+    return _study(spec, recorded, timed, effort, length)
 
 
 def study_elsewhere(one: Study, workload: Workload, nodes: Sequence[int], seconds: float = 0.3) -> Study:
@@ -106,7 +108,8 @@ def study_elsewhere(one: Study, workload: Workload, nodes: Sequence[int], second
     if before == now:
         timed = dict(zip(sorted(recorded.traces), (one.timed[rank] for rank in sorted(one.timed)), strict=True))
     else:
-        timed = time_steps(one.spec, workload.stand_in(ranks, length.epochs, length.steps), recorded, seconds)
+        training = workload.stand_in(ranks, length.epochs, length.steps)
+        timed = time_steps(one.spec, training, recorded, seconds, is_stand_in=one.effort.plain > 0)
     return _study(one.spec, recorded, timed, one.effort, length)
 
 

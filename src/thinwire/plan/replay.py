@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from thinwire.comm.trace import MAIN, Event, Trace
+from thinwire.errors import RunError
 from thinwire.plan.transfers import Operation, Place, Transfers
 from thinwire.plan.wire import Wire
 
@@ -86,6 +87,8 @@ class Replay:
             self._advance(thread)
         while self.works:
             self._step()
+        if stuck := [rank for rank in self.traces if (main := self.threads[rank, MAIN]).at < len(main.events)]:
+            raise RunError(f"ranks {stuck} of a replay wait for each other: a strategy's ranks do not fit together")
         return self.result
 
     # ---- time

@@ -28,7 +28,8 @@ from thinwire.strategies.base import Strategy
 FORWARD = 1 / 3  # share of the forward pass in the computing of a step
 UNTYPICAL_STEPS = 2  # the first ones, in which memory is taken and code is loaded
 FEWEST_STEPS, FEWEST_SLOW_STEPS, SLOW_SECONDS = 6, 4, 0.3  # steps that are timed at least, and if one takes so long
-MOST_EPOCH_STEPS = 4  # of a timed epoch, so that all phases of a run come within few steps
+MOST_EPOCH_STEPS = 4  # of a timed epoch, so that all phases of a run come within few steps;
+TIMED_STEPS = 16  # but so many in all
 
 
 class Effort(NamedTuple):
@@ -47,10 +48,13 @@ class Laps(NamedTuple):
     events: list[Event]
 
 
-def time_steps(spec: str, training: Training, recorded: RecordedRun, seconds: float) -> dict[int, Trace]:
+def time_steps(
+    spec: str, training: Training, recorded: RecordedRun, seconds: float, is_stand_in: bool = False
+) -> dict[int, Trace]:
     """Traces with times of the recorded ranks: a short run of the strategy with real tensors, of about so many seconds.
 
-    Ranks that send to each other take turns, so each rank's time is its own.
+    Ranks that send to each other take turns, so each rank's time is its own. A small model in place of the real one
+    (`is_stand_in`) may be too small for the strategy: then there are no times.
     """
     keep_freed_memory()  # as ranks do
     ranks = sorted(recorded.traces)
@@ -62,7 +66,9 @@ def time_steps(spec: str, training: Training, recorded: RecordedRun, seconds: fl
             timed = record(
                 run.train, ranks=len(recorded.nodes), nodes=recorded.nodes, of=ranks, is_timed=True, group=group
             )
-    except UsageError:  # a small model in place of the real one may be too small for the strategy
+    except UsageError:
+        if not is_stand_in:
+            raise
         return {rank: Trace(len(recorded.nodes)) for rank in ranks}
     finally:
         torch.set_num_threads(threads)
@@ -72,6 +78,7 @@ def time_steps(spec: str, training: Training, recorded: RecordedRun, seconds: fl
 class _TimedRun:
     def __init__(self, spec: str, training: Training, seconds: float) -> None:
         self.spec, self.training, self.end = spec, training, time.perf_counter() + seconds
+        self.epoch_steps = max(MOST_EPOCH_STEPS, -(-TIMED_STEPS // training.epochs))
 
     def train(self, comm: RecordingComm) -> None:
         """Train for some steps of every epoch, until the time is over or another rank has ended."""
@@ -82,9 +89,11 @@ class _TimedRun:
             comm.trace.skip()
             try:
                 for _ in range(self.training.epochs):
-                    batches = self.training.batches(strategy.shard)
-                    strategy.begin_epoch(min(len(batches), MOST_EPOCH_STEPS))
-                    for batch in batches[:MOST_EPOCH_STEPS]:
+                    batches = self.training.batches(strategy.shard)[: self.epoch_steps]
+                    strategy.begin_epoch(len(batches))
+                    for inputs, targets in batches:
+                        batch = inputs.clone(), targets.clone()  # a model may change what it is given
+                        comm.trace.lap()
                         if steps:
                             strategy.step(batch)
                         else:

@@ -104,15 +104,25 @@ class TaskWorkload:
 
     @cached_property
     def meta_model(self) -> nn.Module:
-        """The model without memory."""
-        with torch.device("meta"):
+        """The model without memory; the real one if it cannot be made so."""
+        try:
+            with torch.device("meta"):
+                return self.task.build_model(self.config.model)
+        except Exception:
             return self.task.build_model(self.config.model)
 
     @cached_property
     def step_cost(self) -> tuple[float, int]:
-        """Operations of a rank's step, and the bytes that its forward pass keeps; counted on the meta device."""
+        """Operations of a rank's step, and the bytes that its forward pass keeps.
+
+        They are counted on the meta device or, if the model reads values there, in a real step.
+        """
         inputs, targets = self._batch(self.batch_size)
-        return count_step(self.meta_model, inputs.to("meta"), targets.to("meta"), self.task.loss)
+        try:
+            return count_step(self.meta_model, inputs.to("meta"), targets.to("meta"), self.task.loss)
+        except Exception:
+            model = self.task.build_model(self.config.model)
+            return count_step(model, inputs.clone(), targets.clone(), self.task.loss)
 
     # ---- how it is trained
 

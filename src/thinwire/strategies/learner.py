@@ -42,8 +42,8 @@ class Recipe:
     autocast: bool = False  # whether forward passes compute in bfloat16
     epochs: int | None = None  # in the whole run; for strategies with phases
     compile: bool = False  # whether the model is compiled by torch.compile; of strategies that leave it whole
-    rehearses: bool = False  # whether nothing is computed and gradients are zeros: to record what a strategy sends
     optimizer_state: Mapping[str, OptimizerState] = field(default_factory=dict)  # that the first optimizer begins with
+    rehearses: bool = field(default=False, kw_only=True)  # nothing is computed and gradients are zeros; on dry comms
 
 
 class Learner:
