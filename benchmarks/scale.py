@@ -34,7 +34,7 @@ STRATEGIES = [
 RANKS, RANKS_PER_NODE = [8, 64, 512, 1024], 8
 RATES = [100.0, 1_000.0, 10_000.0, 100_000.0]
 LATENCY_MS, FLOPS_PER_SECOND, GPU_BYTES = 0.05, 150e12, 80e9
-STEPS = 64  # of an epoch
+STEPS = 32  # of an epoch
 
 
 class Same(Dataset):
@@ -165,13 +165,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path, default=DOCS / "scale.json")
     parser.add_argument("--render", action="store_true")
+    parser.add_argument("--only", default="", help="models whose name contains this")
     args = parser.parse_args()
     rows = json.loads(args.json.read_text()) if args.json.exists() else []
     if args.render:
         (DOCS / "scale.md").write_text(render(rows))
         return
     torch.set_num_threads(1)
-    for model in MODELS:
+    for model in (one for one in MODELS if args.only in one):
         for ranks in RANKS:
             if any((row["model"], row["ranks"]) == (model, ranks) for row in rows):
                 continue

@@ -58,7 +58,7 @@ def time_steps(
     """
     keep_freed_memory()  # as ranks do
     ranks = sorted(recorded.traces)
-    run = _TimedRun(spec, training, seconds * len(ranks))
+    run = _TimedRun(spec, training, seconds * len(ranks), is_alone=len(ranks) == 1)
     threads = torch.get_num_threads()
     torch.set_num_threads(num_threads(max(Counter(recorded.nodes).values())))
     try:
@@ -76,8 +76,9 @@ def time_steps(
 
 
 class _TimedRun:
-    def __init__(self, spec: str, training: Training, seconds: float) -> None:
+    def __init__(self, spec: str, training: Training, seconds: float, is_alone: bool = True) -> None:
         self.spec, self.training, self.end = spec, training, time.perf_counter() + seconds
+        self.is_alone = is_alone  # no other rank waits for the messages of steps that are left out
         self.epoch_steps = max(MOST_EPOCH_STEPS, -(-TIMED_STEPS // training.epochs))
 
     def train(self, comm: RecordingComm) -> None:
@@ -101,15 +102,21 @@ class _TimedRun:
                         _wait_for(strategy)
                         comm.trace.add("mark", op="step")
                         steps += 1
+                        if self.is_alone and self._has_enough(steps, begin):
+                            break
                     strategy.end_epoch()
                     _wait_for(strategy)
                     comm.trace.add("mark", op="epoch")
-                    slow = steps * SLOW_SECONDS < time.perf_counter() - begin
-                    if steps >= (FEWEST_SLOW_STEPS if slow else FEWEST_STEPS) and time.perf_counter() > self.end:
+                    if self._has_enough(steps, begin):
                         return
             except PeerLost:  # a rank that had enough time
                 if not steps:
                     raise
+
+    def _has_enough(self, steps: int, begin: float) -> bool:
+        now = time.perf_counter()
+        is_slow = steps * SLOW_SECONDS < now - begin
+        return steps >= (FEWEST_SLOW_STEPS if is_slow else FEWEST_STEPS) and now > self.end
 
 
 def _kept_in(strategy: Strategy, batch: Batch) -> int:
