@@ -129,10 +129,11 @@ def render(rows: list[dict]) -> str:
         "strategy's own code was recorded on ranks that do not exist, and replayed on a model of the network. The",
         "engine is checked against runs of 2 to 4 ranks only ([plan.md](plan.md)).", "",
         f"Assumed: {FLOPS_PER_SECOND / 1e12:g} TFLOP/s a rank, {RANKS_PER_NODE} ranks a node (8 ranks: 2 nodes),",
-        f"one link a node with {LATENCY_MS} ms of latency, a GPU of {GPU_BYTES / 1e9:g} GB, gloo's rings, activations",
-        "kept. Coding is timed on a CPU, and taken to be as much faster on a GPU as computing is. Accuracy is another",
-        "matter: *safe* is the fastest strategy that lost at most 0.5 points wherever it was measured",
-        "([results.md](results.md)). `daso` was left out for models of more than 10⁹ parameters.", "",
+        f"one link a node with {LATENCY_MS} ms of latency, 12 Gbit/s inside a node for all its ranks (gloo goes",
+        f"through the host's memory), a GPU of {GPU_BYTES / 1e9:g} GB, gloo's rings, activations kept. Coding is timed",
+        "on a CPU, and taken to be as much faster on a GPU as computing is. Accuracy is another matter: *safe* is the",
+        "fastest strategy that lost at most 0.5 points wherever it was measured ([results.md](results.md)).",
+        "`daso` was left out for models of more than 10⁹ parameters.", "",
         "Made by `python benchmarks/scale.py --json docs/scale.json` and `python benchmarks/scale.py --render`.", "",
     ]  # fmt: skip
     for model in dict.fromkeys(row["model"] for row in rows):
