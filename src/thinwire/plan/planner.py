@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -77,19 +77,14 @@ class Study:
         )  # fmt: skip
 
 
-def study(
-    spec: str, workload: Workload, nodes: Sequence[int], seconds: float = 1.0,
-    say: Callable[[str], None] = lambda text: None,
-) -> Study:  # fmt: skip
+def study(spec: str, workload: Workload, nodes: Sequence[int], seconds: float = 1.0) -> Study:
     """Record a strategy's run and time its steps, for about so many seconds.
 
     Raises UsageError if the strategy cannot train this on so many ranks.
     """
     ranks = len(nodes)
     length = _length(spec, workload, ranks)
-    say(f"{spec}: recording {length.epochs * length.steps} of {workload.epochs * length.actual} steps")
     recorded = record_run(spec, workload.training(ranks, length.epochs, length.steps), nodes)
-    say(f"{spec}: timing some steps")
     effort = workload.effort(ranks)
     training = workload.stand_in(ranks, length.epochs, length.steps)
     timed = time_steps(spec, training, recorded, seconds, is_stand_in=effort.plain > 0)

@@ -67,7 +67,7 @@ class Replay:
         self, traces: Mapping[int, Trace], stands_for: Sequence[int], nodes: Sequence[int], wire: Wire
     ) -> None:
         self.traces, self.wire, self.nodes = traces, wire, nodes
-        self.transfers = Transfers(traces, stands_for, nodes, wire)
+        self.transfers = Transfers(traces, stands_for, nodes)
         self.counts = {rank: sum(1 for rep in stands_for if rep == rank) for rank in traces}
         self.now = 0.0
         self.works: list[_Work] = []
@@ -195,12 +195,8 @@ class Replay:
 
     def _compute(self, thread: _Thread, seconds: float) -> None:
         machine = 0 if self.wire.is_one_machine else self.nodes[thread.rank]
-        weight = self.counts[thread.rank] if self.wire.is_one_machine else self._on_node(thread.rank)
+        weight = self.counts[thread.rank] if self.wire.is_one_machine else self.transfers.ranks_on_node(thread.rank)
         self.works.append(_Work(seconds, lambda: self._advance(thread), weight=weight, machine=machine))
-
-    def _on_node(self, rank: int) -> float:
-        """How many ranks of its node a rank stands for; recorded ranks of the same node count for themselves."""
-        return self.transfers.ranks_on_node(rank)
 
     def _begin(self, operation: Operation) -> None:
         operation.has_begun = True

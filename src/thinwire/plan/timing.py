@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from thinwire import registry
 from thinwire.comm.process_groups import own_group
@@ -24,6 +23,7 @@ from thinwire.data import Batch
 from thinwire.errors import PeerLost, UsageError
 from thinwire.plan.recorded_run import RecordedRun, Training
 from thinwire.strategies.base import Strategy
+from thinwire.surgery.costs import activation_bytes
 
 FORWARD = 1 / 3  # share of the forward pass in the computing of a step
 UNTYPICAL_STEPS = 2  # the first ones, in which memory is taken and code is loaded
@@ -99,13 +99,13 @@ class _TimedRun:
                             strategy.step(batch)
                         else:
                             comm.trace.kept_bytes = _kept_in(strategy, batch)
-                        _wait_for(strategy)
+                        _wait_for_gpu()
                         comm.trace.add("mark", op="step")
                         steps += 1
                         if self.is_alone and self._has_enough(steps, begin):
                             break
                     strategy.end_epoch()
-                    _wait_for(strategy)
+                    _wait_for_gpu()
                     comm.trace.add("mark", op="epoch")
                     if self._has_enough(steps, begin):
                         return
@@ -121,19 +121,12 @@ class _TimedRun:
 
 def _kept_in(strategy: Strategy, batch: Batch) -> int:
     """Take a step; returns the bytes that its forward passes keep for backward passes."""
-    kept: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with activation_bytes(strategy.model) as kept:  # type: ignore[attr-defined]
         strategy.step(batch)
-    own = {p.untyped_storage()._cdata for p in strategy.model.parameters()}  # type: ignore[attr-defined]
-    return sum(count for storage, count in kept.items() if storage not in own)
+    return sum(kept.values())
 
 
-def _wait_for(strategy: object) -> None:
+def _wait_for_gpu() -> None:
     """Wait for the GPU, if there is one."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()

@@ -104,12 +104,9 @@ def _busiest(loads: dict[Place, float]) -> dict[Place, float]:
 class Transfers:
     """Matches the starts of recorded ranks with each other."""
 
-    def __init__(
-        self, traces: Mapping[int, Trace], stands_for: Sequence[int], nodes: Sequence[int], wire: Wire
-    ) -> None:
+    def __init__(self, traces: Mapping[int, Trace], stands_for: Sequence[int], nodes: Sequence[int]) -> None:
         self.stands_for, self.nodes = stands_for, nodes
         self.groups = next(iter(traces.values())).groups
-        self.recorded = set(traces)
         self.counts: Counter[Hashable] = Counter()
         self.open: dict[Hashable, Operation] = {}
         self._places: dict[tuple[int, int], tuple[list[int], list[list[int]], frozenset[int]]] = {}

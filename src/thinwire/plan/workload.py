@@ -20,6 +20,7 @@ from thinwire.data import Batch, Loader, Shard
 from thinwire.plan.recorded_run import Training
 from thinwire.plan.timing import Effort, plain_seconds
 from thinwire.strategies.learner import Recipe
+from thinwire.surgery.costs import activation_bytes
 from thinwire.tasks.base import Task
 
 MEMORY_FACTOR = 8  # memory of training over that of the weights: gradients, moments, snapshots and what is exchanged
@@ -162,20 +163,13 @@ def count_step(
     model: nn.Module, inputs: Tensor, targets: Tensor, loss: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[float, int]:
     """Operations of a forward and a backward pass, and the bytes that the first keeps for the second."""
-    own = {p.untyped_storage()._cdata for p in model.parameters()}
-    kept: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-        return tensor
-
     with FlopCounterMode(display=False) as counter:
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with activation_bytes(model) as kept:
             total = loss(model(inputs), targets)
         total.backward()
     for p in model.parameters():
         p.grad = None
-    return float(counter.get_total_flops()), sum(count for storage, count in kept.items() if storage not in own)
+    return float(counter.get_total_flops()), sum(kept.values())
 
 
 @functools.cache

@@ -170,7 +170,8 @@ class Learner:
         norm of the whole model's gradient from the norm of the part on this rank.
         """
         if self.recipe.rehearses:
-            rehearse_update(self.optimizer, total_norm(self.loss))
+            total_norm(self.loss)  # which may be sent
+            rehearse_update(self.optimizer)
             self.num_steps += 1
             return
         parameters = self._with_gradients()

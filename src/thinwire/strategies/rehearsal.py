@@ -17,7 +17,7 @@ def rehearse_backward(model: nn.Module, exchange: GradientExchange, exchanging: 
     return torch.zeros((), device=next(model.parameters()).device)
 
 
-def rehearse_update(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
+def rehearse_update(optimizer: torch.optim.Optimizer) -> None:
     """Take the first step of an optimizer, which makes its moments; later steps would not change what is sent."""
     if not optimizer.state:
         optimizer.step()

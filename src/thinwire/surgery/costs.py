@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -87,3 +88,18 @@ def _forward_backward(module: nn.Module, x: Tensor, input_gradient: bool) -> Non
         out: Any = forward(given * 1 if given.requires_grad else given)
         if out.requires_grad:
             out.backward(torch.ones_like(out))
+
+
+@contextmanager
+def activation_bytes(model: nn.Module) -> Iterator[dict[int, int]]:
+    """Inside, forward passes enter the memory that they keep for backward passes, the weights' own left out."""
+    own = {p.untyped_storage()._cdata for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage()._cdata not in own:
+            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield kept
