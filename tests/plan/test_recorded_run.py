@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import thinwire as tw
 from tests.golden import runs
@@ -15,8 +15,9 @@ from tests.worlds import ProcessWorlds
 from thinwire import registry
 from thinwire.comm.base import Comm
 from thinwire.comm.ledger import Ledger
+from thinwire.comm.recording import record
 from thinwire.comm.world import place
-from thinwire.plan.recorded_run import RecordedRun, Training, record_run
+from thinwire.plan.recorded_run import RecordedRun, Rehearsal, Training, record_run
 from thinwire.strategies.learner import Recipe
 
 EPOCHS = 3
@@ -25,11 +26,15 @@ REDUCERS = [f"data_parallel(reducer={spec}, bucket_mb=0.02)" for specs in runs.r
 LIKE_PROCESSES = ("local_parallel", "pipeline")  # queues of processes are told when an epoch ends
 
 
+def batches(shard: tw.Shard) -> list[tuple[Tensor, Tensor]]:
+    return [(x.clone(), y.clone()) for x, y in runs.batches(0, shard)]
+
+
 def training() -> Training:
     recipe = Recipe(
         nn.functional.cross_entropy, lambda p: torch.optim.SGD(p, 0.05, momentum=0.9), clip_norm=5.0, epochs=EPOCHS
     )
-    return Training(runs.MODEL, recipe, lambda shard: runs.batches(0, shard), EPOCHS)
+    return Training(runs.MODEL, recipe, batches, EPOCHS)
 
 
 def train(comm: Comm, spec: str) -> dict[Any, int]:
@@ -72,6 +77,15 @@ def test_recorded_bytes_are_those_of_a_real_run(process_world: ProcessWorlds, sp
     else:
         real = tw.simulate(lambda comm: train(comm, spec), ranks=ranks, nodes=nodes)
     assert recorded(schedule) == real
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if "ab(" not in spec])  # which needs weights
+def test_what_a_rank_keeps_is_counted_alike_with_and_without_memory(spec: str) -> None:
+    kept = []
+    for on_meta in (True, False):
+        ranks = record(lambda comm, on_meta=on_meta: Rehearsal(spec, training(), comm, on_meta).run(), ranks=4, nodes=2)  # type: ignore[misc]
+        kept.append([result[-1] for _, _, result in ranks.values()])
+    assert kept[0] == kept[1]
 
 
 @pytest.mark.parametrize("name", registry.TABLE["strategies"])

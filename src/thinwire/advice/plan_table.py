@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -31,20 +34,30 @@ def print_plan(plan: Plan, console: Console) -> None:
 
 
 def _table(title: str, options: list[Option]) -> Table:
-    table = Table(title=escape(title), title_justify="left", caption_justify="left")
-    table.add_column("strategy", overflow="fold", min_width=24)
-    for heading in ("a step", "an epoch", "waiting", "sent a step", "between nodes", "memory"):
+    table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("strategy", overflow="fold", min_width=13)
+    for heading in ("a step", "an\nepoch", "waiting", "sent\na step", "between\nnodes", "memory"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("points of accuracy", overflow="fold", justify="right")
+    table.add_column("accuracy\n(points)", justify="right", min_width=8)
     for option in options:
         f = option.forecast
         table.add_row(
             escape(f.strategy), seconds_text(f.seconds_per_step), seconds_text(f.seconds_per_epoch),
             f"{f.waiting_share:.0%}", format_bytes(round(f.kernel_bytes_per_step)),
             format_bytes(round(f.between_bytes_per_step)), format_bytes(f.memory_bytes),
-            ", ".join(f"{quality.points:+.1f}" for quality in option.measured) or nothing_measured(f.strategy),
+            points_text([quality.points for quality in option.measured]) or nothing_measured(f.strategy),
         )  # fmt: skip
     return table
+
+
+def points_text(points: Sequence[float]) -> str:
+    """What was measured: the lowest and the highest.
+
+    >>> points_text([-1.71, 0.3, -0.2]), points_text([0.9]), points_text([])
+    ('-1.7 … +0.3', '+0.9', '')
+    """
+    ends = dict.fromkeys(f"{end:+.1f}" for end in ([min(points), max(points)] if points else []))
+    return " … ".join(ends)
 
 
 def nothing_measured(strategy: str) -> str:

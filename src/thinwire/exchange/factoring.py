@@ -96,7 +96,10 @@ class Factoring:
             self.comm.sum(torch.zeros(len(self.layers), dtype=torch.int64))
         for name in self.layers:
             if name not in self._first_ranks and weights[name].is_meta:
-                raise UsageError(f"{self.owner}: layer ranks follow from weights, and {name} is on the meta device")
+                raise UsageError(
+                    f"{self.owner}: how thin its layers get follows from their weights, and those of {name} are on the "
+                    "meta device; try a model that fits in memory"
+                )
             if name not in self._first_ranks:
                 matrix = weights[name].detach().flatten(1)
                 self._first_ranks[name] = self.rule.layer_rank(torch.linalg.svdvals(matrix.float()))

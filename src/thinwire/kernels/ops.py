@@ -121,7 +121,8 @@ def all_finite_in(tensors: Sequence[Tensor]) -> Tensor:
     if tensors[0].is_cuda:
         sizes = torch._foreach_norm([as_reals(t) for t in tensors if t.numel()], torch.inf)
         return torch.stack([size.float() for size in sizes]).isfinite().all() if sizes else all_finite(tensors[0])
-    return torch.stack([all_finite(t) for t in tensors]).all()
+    ends = [end for t in tensors if t.numel() for end in torch.aminmax(as_reals(t))]
+    return torch.stack(ends).isfinite().all() if ends else all_finite(tensors[0])
 
 
 def num_blocks(count: int, block: int) -> int:

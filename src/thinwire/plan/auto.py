@@ -182,6 +182,8 @@ class Auto(Strategy):
 class _OneBatch:
     """The workload of a run whose first batch is known."""
 
+    is_timed = True
+
     def __init__(self, model: nn.Module, recipe: Recipe, batch: Batch, epoch_steps: int | None) -> None:
         self.model, self.recipe, self.batch = model, replace(recipe, optimizer_state={}), batch
         self.epochs, self.epoch_steps = recipe.epochs or 2, epoch_steps or 64

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from thinwire import registry
 from thinwire.comm.trace import Trace
+from thinwire.plan.lengthening import ENOUGH_STEPS, lengthened
 from thinwire.plan.predict import predict_epochs
 from thinwire.plan.recorded_run import RecordedRun, Training, record_run
 from thinwire.plan.timing import Effort, time_steps
@@ -15,7 +16,8 @@ from thinwire.plan.wire import Wire
 from thinwire.spec import parse
 
 PLAIN_EPOCHS, PLAIN_STEPS = 2, 256  # that are recorded of a strategy whose epochs are all alike
-FEWEST_PLAIN_STEPS = 64  # in all: rounds may be longer than epochs
+FEW_STEPS = 32  # in place of those if the model is too large to be timed
+FEWEST_PLAIN_STEPS = 48  # in all: rounds may be longer than epochs
 PHASED_STEPS, FEWEST_STEPS, MOST_EPOCHS = 160, 8, 100  # of one that has phases: in all, of an epoch, and epochs
 
 
@@ -24,10 +26,14 @@ class Workload(Protocol):
 
     epochs: int
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether steps of the model itself are timed, and not those of a small one in its place."""
+
     def steps_per_epoch(self, ranks: int) -> int: ...
 
     def training(self, ranks: int, epochs: int, most_steps: int) -> Training:
-        """The first steps of a run of so many epochs, with a model that may be on the meta device."""
+        """A run of so many epochs, with at most so many steps in each, and a model that may be on the meta device."""
 
     def stand_in(self, ranks: int, epochs: int, most_steps: int) -> Training:
         """The same, or with a small model if the real one cannot be run here; its steps are timed."""
@@ -83,8 +89,7 @@ def study(spec: str, workload: Workload, nodes: Sequence[int], seconds: float = 
     Raises UsageError if the strategy cannot train this on so many ranks.
     """
     ranks = len(nodes)
-    length = _length(spec, workload, ranks)
-    recorded = record_run(spec, workload.training(ranks, length.epochs, length.steps), nodes)
+    recorded, length = _record(spec, workload, nodes)
     effort = workload.effort(ranks)
     training = workload.stand_in(ranks, length.epochs, length.steps)
     timed = time_steps(spec, training, recorded, seconds, is_stand_in=effort.plain > 0)
@@ -97,8 +102,7 @@ def study_elsewhere(one: Study, workload: Workload, nodes: Sequence[int], second
     Where each rank keeps other tensors than before, as parts of a model, its steps are timed again.
     """
     ranks = len(nodes)
-    length = _length(one.spec, workload, ranks)
-    recorded = record_run(one.spec, workload.training(ranks, length.epochs, length.steps), nodes)
+    recorded, length = _record(one.spec, workload, nodes)
     before, now = ([s.state_bytes[rank] for rank in sorted(s.traces)] for s in (one.recorded, recorded))
     if before == now:
         timed = dict(zip(sorted(recorded.traces), (one.timed[rank] for rank in sorted(one.timed)), strict=True))
@@ -117,13 +121,25 @@ class _Length(NamedTuple):
     first: int
 
 
+def _record(spec: str, workload: Workload, nodes: Sequence[int]) -> tuple[RecordedRun, _Length]:
+    """The recorded run; of epochs whose steps are alike few steps are recorded, and repeated."""
+    ranks = len(nodes)
+    length = _length(spec, workload, ranks)
+    if length.steps > ENOUGH_STEPS and length.first:
+        short = replace(workload.training(ranks, PLAIN_EPOCHS, ENOUGH_STEPS), only_alike=True)
+        long = lengthened(record_run(spec, short, nodes), length.steps)
+        if long is not None:
+            return long, length._replace(epochs=PLAIN_EPOCHS)
+    return record_run(spec, workload.training(ranks, length.epochs, length.steps), nodes), length
+
+
 def _length(spec: str, workload: Workload, ranks: int) -> _Length:
     actual = workload.steps_per_epoch(ranks)
     names = {parse(spec).name, *(one.name for one in registry.strategies_in(spec))}
     if any(registry.load("strategies", name).has_phases for name in names):
         epochs = min(workload.epochs, MOST_EPOCHS)
         return _Length(epochs, min(actual, max(FEWEST_STEPS, PHASED_STEPS // epochs)), actual, 0)
-    steps = min(actual, PLAIN_STEPS)
+    steps = min(actual, PLAIN_STEPS if workload.is_timed else FEW_STEPS)
     epochs = min(workload.epochs, max(PLAIN_EPOCHS, -(-FEWEST_PLAIN_STEPS // steps)))
     return _Length(epochs, steps, actual, 1 if epochs > 1 else 0)
 

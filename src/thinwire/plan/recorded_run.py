@@ -21,7 +21,7 @@ from thinwire.data import Batch, Shard
 from thinwire.errors import UsageError
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.learner import Recipe
-from thinwire.surgery.meta import with_tensors
+from thinwire.surgery.meta import placeholders, with_tensors
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Training:
     recipe: Recipe
     batches: Callable[[Shard], Sequence[Batch]]
     epochs: int
+    only_alike: bool = False  # whether recording ends after an epoch if the strategy's steps are not alike
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class RecordedRun:
     stands_for: list[int]
     nodes: list[int]
     steps_per_epoch: int
+    steps_are_alike: bool  # whether the strategy says so
     state_bytes: dict[int, int]  # that each rank keeps: weights, moments, residuals, snapshots; and gradients
 
 
@@ -53,14 +55,17 @@ def record_run(spec: str, training: Training, nodes: Sequence[int], all_ranks: b
     Of ranks that send alike one is recorded, unless `all_ranks` is set. Raises UsageError if the strategy cannot train
     this model on so many ranks.
     """
-    for on_meta in (True, False):
-        try:
-            chosen = list(range(len(nodes))) if all_ranks else _representatives(spec, training, nodes, on_meta)
-            return _record(spec, training, nodes, chosen, on_meta)
-        except (UsageError, RuntimeError):
-            if not on_meta:
-                raise
-    raise AssertionError
+    try:
+        return _record_on(True, spec, training, nodes, all_ranks)
+    except (UsageError, RuntimeError):
+        if any(p.is_meta for p in training.model.parameters()):
+            raise
+    return _record_on(False, spec, training, nodes, all_ranks)
+
+
+def _record_on(meta: bool, spec: str, training: Training, nodes: Sequence[int], all_ranks: bool) -> RecordedRun:
+    chosen = list(range(len(nodes))) if all_ranks else _representatives(spec, training, nodes, meta)
+    return _record(spec, training, nodes, chosen, meta)
 
 
 def _representatives(spec: str, training: Training, nodes: Sequence[int], on_meta: bool) -> list[int]:
@@ -86,7 +91,8 @@ def _record(spec: str, training: Training, nodes: Sequence[int], stands_for: lis
         stands_for,
         list(nodes),
         next(iter(results.values()))[0],
-        {rank: state_bytes for rank, (_, state_bytes) in results.items()},
+        all(alike for _, alike, _ in results.values()),
+        {rank: state_bytes for rank, (_, _, state_bytes) in results.items()},
     )
 
 
@@ -100,15 +106,17 @@ class Rehearsal:
             model = _on_meta(training.model) if on_meta else copy.deepcopy(training.model)
             self.strategy: Strategy = registry.build("strategies", spec, model, recipe, comm)
 
-    def run(self) -> tuple[int, int]:
-        """Train all epochs; returns the steps of an epoch, and the bytes that the strategy keeps."""
+    def run(self) -> tuple[int, bool, int]:
+        """Train all epochs; returns the steps of an epoch, if they are alike, and the bytes that the strategy keeps."""
         num_steps = 0
         with self._rehearsing():
             for _ in range(self.training.epochs):
                 num_steps = self._train_epoch()
+                if self.training.only_alike and not self.strategy.steps_are_alike:
+                    break
             model: nn.Module = self.strategy.model  # type: ignore[attr-defined]
             gradients = sum(num_bytes(p) for p in model.parameters() if p.requires_grad)
-            return num_steps, kept_bytes(self.strategy) + gradients
+            return num_steps, self.strategy.steps_are_alike, kept_bytes(self.strategy, self.on_meta) + gradients
 
     def _train_epoch(self) -> int:
         num_steps = len(self.training.batches(self.strategy.shard))
@@ -132,12 +140,17 @@ def _on_meta(model: nn.Module) -> nn.Module:
     return with_tensors(model, {name: t.detach().to("meta") for name, t in named_tensors(model).items()}).to("meta")
 
 
-def kept_bytes(strategy: Strategy) -> int:
-    """The bytes of all tensors that a strategy refers to, each memory once."""
+def kept_bytes(strategy: Strategy, on_meta: bool) -> int:
+    """The bytes of all tensors that a strategy refers to, each memory once.
+
+    Tensors on the meta device have no memory, but if the whole run is there (`on_meta`), most stand for those that do.
+    """
     found: dict[int, Tensor] = {}
     _collect(strategy, found, set())
-    storages = {(t.untyped_storage()._cdata): t.untyped_storage().nbytes() for t in found.values()}
-    return sum(storages.values())
+    counted = [t.untyped_storage() for t in found.values() if on_meta or not t.is_meta]
+    storages = {storage._cdata: storage.nbytes() for storage in counted}
+    taken = placeholders()
+    return sum(count for storage, count in storages.items() if storage not in taken)
 
 
 def _collect(value: Any, found: dict[int, Tensor], seen: set[int]) -> None:

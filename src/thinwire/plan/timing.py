@@ -95,10 +95,10 @@ class _TimedRun:
                     for inputs, targets in batches:
                         batch = inputs.clone(), targets.clone()  # a model may change what it is given
                         comm.trace.lap()
-                        if steps:
-                            strategy.step(batch)
-                        else:
+                        if steps == 1:  # the first one may do other things, such as cutting the model
                             comm.trace.kept_bytes = _kept_in(strategy, batch)
+                        else:
+                            strategy.step(batch)
                         _wait_for_gpu()
                         comm.trace.add("mark", op="step")
                         steps += 1

@@ -50,8 +50,8 @@ class TaskWorkload:
     def training(self, ranks: int, epochs: int, most_steps: int) -> Training:
         def batches(shard: Shard) -> Sequence[Batch]:
             full, tail = self._loader(ranks, shard).sizes()
-            sizes = ([self.batch_size * ranks] * full + [tail] * (tail > 0))[:most_steps]
-            return [self._batch(size // shard.count) for size in sizes]
+            sizes = [self.batch_size * ranks] * full + [tail] * (tail > 0)
+            return [self._batch(size // shard.count) for size in sizes[: most_steps - 1] + sizes[most_steps - 1 :][-1:]]
 
         return Training(self.model, self._recipe(ranks, epochs), batches, epochs)
 

@@ -46,6 +46,7 @@ class Reducer(NamedTuple):
     keeps_errors: bool = False  # and adds them to what is given next, so nothing around it must do that too
     contracting: Reducer | None = None
     in_place: Callable[[Named, Comm], None] | None = None  # if it is exact: writes the mean over the tensors
+    has_phases: bool = False  # whether it sends other amounts in later steps
 
 
 def on_reals(reducer: Reducer) -> Reducer:
@@ -66,7 +67,8 @@ def on_reals(reducer: Reducer) -> Reducer:
         reducer.in_place({name: as_reals(t.detach()) for name, t in tensors.items()}, comm)
 
     contracting = on_reals(reducer.contracting) if reducer.contracting else None
-    return Reducer(init, reduce, reducer.keeps_errors, contracting, in_place if reducer.in_place else None)
+    exact = in_place if reducer.in_place else None
+    return Reducer(init, reduce, reducer.keeps_errors, contracting, exact, reducer.has_phases)
 
 
 def ordered_like(tensors: Named, like: Named) -> Named:

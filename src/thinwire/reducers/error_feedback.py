@@ -68,7 +68,7 @@ def _with_feedback(inner: Reducer) -> Reducer:
             new_state = {key: torch.where(finite, t, state[key]) if t.is_cuda else t for key, t in new_state.items()}
         return Reduced(mean, lambda: _error(corrected, error, residual, finite), new_state)
 
-    return Reducer(init, reduce, keeps_errors=True)
+    return Reducer(init, reduce, keeps_errors=True, has_phases=inner.has_phases)
 
 
 def _add_rounding(error: Named, exact: Named, rounded: Named) -> None:

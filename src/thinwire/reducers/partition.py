@@ -42,7 +42,8 @@ def partition(
     contracting = None
     if matrices.contracting or vectors.contracting:
         contracting = partition(matrices.contracting or matrices, vectors.contracting or vectors)
-    return Reducer(init, reduce, matrices.keeps_errors or vectors.keeps_errors, contracting)
+    has_phases = matrices.has_phases or vectors.has_phases
+    return Reducer(init, reduce, matrices.keeps_errors or vectors.keeps_errors, contracting, has_phases=has_phases)
 
 
 def _split_by_dim(tensors: Named) -> dict[str, Named]:

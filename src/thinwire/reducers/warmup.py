@@ -34,4 +34,4 @@ def warmup(
         return out._replace(state={"step": torch.tensor(step + 1), **add_prefix(out.state, "inner")})
 
     contracting = warmup(inner.contracting, steps) if inner.contracting else None
-    return Reducer(init, reduce, inner.keeps_errors, contracting)
+    return Reducer(init, reduce, inner.keeps_errors, contracting, has_phases=True)

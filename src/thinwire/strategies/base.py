@@ -52,6 +52,7 @@ class Strategy(ABC):
     keeps_model: ClassVar[bool] = True  # whether ranks train the model as it is given; only then can it be compiled
     checks_targets: bool = False  # whether it reads the targets on the host in every step
     sees_loss: bool = True  # whether the losses that `step` returns on this rank are the whole model's
+    steps_are_alike: bool = False  # whether it sends the same in every step, apart from the ends of an epoch
     has_phases: ClassVar[bool] = False  # whether epochs of a run differ in what they send
     makes_small_model: ClassVar[bool] = False  # whether `small_model` may return one
     series: ClassVar[Mapping[str, Series]] = {}  # how the report shows values of `status`

@@ -47,7 +47,7 @@ class DataParallel(Strategy):
         if recipe.compile and bucket_mb < 1:
             raise UsageError(f"data_parallel: bucket_mb={bucket_mb}, but with compile possible: 1 or more")
         self.shard = Shard(comm.rank, comm.size)
-        self.comm = comm
+        self.comm, self.steps_are_alike = comm, not reducer.has_phases
         self.model = model
         replicate(model, comm)
         self.learner = Learner(model, recipe)

@@ -211,6 +211,7 @@ class LocalParallel(Staged):
     def begin(self, inputs: Tensor, starts: Sequence[int] | None = None) -> None:
         super().begin(inputs, starts)
         self.copies = copies_of_last_layer(self.cut_model, self.comm)
+        self.steps_are_alike = self.steps_are_alike and self.copies is None
 
     def make_heads(self, passed: Sequence[Tensor], ends: Sequence[int]) -> list[nn.Module | None]:
         modules = [segment.module for segment in self.segments]

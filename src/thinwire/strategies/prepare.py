@@ -63,13 +63,17 @@ def prepare(
     return make_strategy(spec, model, recipe, comm)
 
 
-def rehearse(spec: str, model: nn.Module, recipe: Recipe, comm: Comm, num_steps: int | None) -> list[int]:
+def rehearse(
+    spec: str, model: nn.Module, on_meta: bool, recipe: Recipe, comm: Comm, num_steps: int | None
+) -> list[int]:
     """Raise the UsageError that making a strategy later, and its first epoch of so many steps, would raise.
 
-    Returns its representatives. The strategy is made for a copy of the model with zeros, on the CPU, and with a comm
-    that sends nothing. Errors of others, as of an optimizer that needs a GPU, say nothing about the run.
+    Returns its representatives. The strategy is made for a copy of the model, with zeros or on the meta device, and
+    with a comm that sends nothing. Errors of others, as of an optimizer that needs a GPU, say nothing about the run.
     """
-    tried = with_tensors(model, {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in named_tensors(model).items()})
+    device = "meta" if on_meta else "cpu"
+    zeros = {name: torch.zeros(t.shape, dtype=t.dtype, device=device) for name, t in named_tensors(model).items()}
+    tried = with_tensors(model, zeros)
     with quiet():
         try:
             strategy: Strategy = registry.build("strategies", spec, tried, recipe, DryComm(comm))

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from thinwire import registry
 from thinwire.comm.base import Comm
 from thinwire.common.messages import quiet
-from thinwire.common.tensors import named_tensors
 from thinwire.data import Batch, Loader
 from thinwire.errors import RunError, UsageError
 from thinwire.spec import Spec
@@ -26,7 +25,7 @@ from thinwire.strategies.prepare import make_strategy, rehearse
 from thinwire.strategies.sequence_parts import Part, plan_parts, refuse_long_climb, refuse_order, with_starts
 from thinwire.strategies.sequence_recipes import OptimizerWatch, Schedule, Seam, recipe_of, say_if_in_first_epoch
 from thinwire.surgery.low_rank_model import LowRankLayers, give_low_rank_layers, merge_low_rank_layers
-from thinwire.surgery.meta import with_tensors
+from thinwire.surgery.meta import structure_of
 from thinwire.surgery.moments import OptimizerState
 
 
@@ -73,8 +72,8 @@ class Sequence(Strategy):
         self.epoch, self.num_steps = 0, 0  # epochs that ended, and steps
         self.epoch_steps, self.has_ended_epoch = 0, False  # steps of this epoch so far; of the last one if it has ended
         self.kinds_of_ranks: dict[int, list[int]] = {}  # representatives of later parts
-        self._rehearse(model, None)
-        self.structure = with_tensors(model, {name: t.to("meta") for name, t in named_tensors(model).items()})
+        self.structure, self.is_on_meta = structure_of(model), next(model.parameters()).is_meta
+        self._rehearse(None)
         self.groups: list[Comm] = []  # that the present part made
         self._begin_part(self.parts[0], model, Seam(), None)
         self.known_shard = self.shard  # that the caller reads
@@ -92,7 +91,7 @@ class Sequence(Strategy):
 
     def begin_epoch(self, num_steps: int | None) -> None:
         if num_steps and not self.num_steps:
-            self._rehearse(self.structure, num_steps)  # again, now that the length of an epoch is known
+            self._rehearse(num_steps)  # again, now that the length of an epoch is known
         self._begin_due_part()
         with self._naming(self.part):
             self.strategy.begin_epoch(num_steps)
@@ -179,12 +178,13 @@ class Sequence(Strategy):
         is_last = part.number == len(self.parts)
         return replace(recipe_of(part, seam, self.recipe, self.schedule, is_last), optimizer=optimizers)
 
-    def _rehearse(self, model: nn.Module, num_steps: int | None) -> None:
+    def _rehearse(self, num_steps: int | None) -> None:
         """Find out before the first step whether each later part can begin."""
         for part in self.parts[1:]:
             with self._naming(part):
                 recipe = self._recipe(part, Seam(), OptimizerWatch(self.recipe.optimizer))
-                self.kinds_of_ranks[part.number] = rehearse(str(part.strategy), model, recipe, self.comm, num_steps)
+                tried = str(part.strategy), self.structure, self.is_on_meta, recipe, self.comm, num_steps
+                self.kinds_of_ranks[part.number] = rehearse(*tried)
 
     @contextmanager
     def _naming(self, part: Part) -> Iterator[None]:

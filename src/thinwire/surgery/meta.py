@@ -33,6 +33,15 @@ def to_meta(model: nn.Module) -> dict[str, Tensor]:
     return taken
 
 
+def structure_of(model: nn.Module) -> nn.Module:
+    """A copy of a model on the meta device: its modules, with tensors that have only shapes."""
+    structure = with_tensors(
+        model, {name: torch.empty_like(t, device="meta") for name, t in named_tensors(model).items()}
+    )
+    _MOVED_TO_META.add(structure)
+    return structure
+
+
 def refuse_moved_to_meta(model: nn.Module) -> None:
     """Raise UsageError for a model whose tensors to_meta took out."""
     if model in _MOVED_TO_META:
@@ -40,6 +49,11 @@ def refuse_moved_to_meta(model: nn.Module) -> None:
             "the tensors of this model were taken out when it was prepared; give a new model, or the one that "
             "consolidate returned"
         )
+
+
+def placeholders() -> set[int]:
+    """The storages of tensors that are on the meta device in place of those that to_meta took out."""
+    return {t.untyped_storage()._cdata for model in _MOVED_TO_META for t in named_tensors(model).values()}
 
 
 def copy_non_persistent_buffers(source: nn.Module, target: nn.Module) -> None:

@@ -66,6 +66,7 @@ class Staged(Strategy, abstract=True):
         self.shard, self.sees_loss = self.layout.shard, self.layout.is_last
         self.model: nn.Module = model  # from the first step on: this rank's stage
         replicate(model, comm)
+        self.steps_are_alike = not reducer.has_phases
         self.has_begun = False
         self.steps_left = 0  # of this epoch, after the current one
 
