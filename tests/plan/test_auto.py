@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 
 import pytest
 import torch
@@ -45,6 +46,64 @@ def test_what_saves_less_than_five_per_cent_is_not_worth_it() -> None:
     choice, reason = decided(forecast("data_parallel", 0.100, 0.1), forecast("diloco", 0.097))
     assert choice == "data_parallel"
     assert "nothing is much faster" in reason
+
+
+class Studied:
+    """A study with one forecast for every network."""
+
+    def __init__(self, made: Forecast) -> None:
+        self.made = made
+
+    def forecast(self, wire: object) -> Forecast:
+        return self.made
+
+
+def probed(
+    monkeypatch: pytest.MonkeyPatch, waiting: float, step_seconds: float, study_seconds: float = 0.0
+) -> tuple[list[str], str]:
+    """What is studied, and the reason of the choice, in a run of 10 steps of data_parallel that wait so much."""
+    studied: list[str] = []
+
+    def study(spec: str, workload: object, comm: Comm, seconds: float) -> Studied:
+        if comm.rank == 0:
+            studied.append(spec)
+        time.sleep(study_seconds)
+        is_plain = spec == "data_parallel"
+        return Studied(forecast(spec, step_seconds if is_plain else step_seconds / 10, waiting if is_plain else 0.0))
+
+    monkeypatch.setattr(module, "measure_ring", lambda comm, seconds: LINK)
+    monkeypatch.setattr(module, "_study", study)
+
+    def probe(comm: Comm) -> str:
+        strategy = trainer(comm, "auto", epochs=2)
+        assert isinstance(strategy, Auto)
+        workload = module._OneBatch(strategy.given, strategy.recipe, batches(1, 24)[0], epoch_steps=5)
+        link, forecasts = strategy._probe(workload, time.perf_counter())
+        strategy._decide(forecasts, link)
+        return strategy.reason
+
+    reasons = tw.simulate(probe, ranks=2)
+    assert reasons[0] == reasons[1]
+    return studied, reasons[0]
+
+
+def test_if_data_parallel_waits_little_nothing_else_is_studied(monkeypatch: pytest.MonkeyPatch) -> None:
+    studied, reason = probed(monkeypatch, waiting=0.1, step_seconds=100.0)
+    assert studied == ["data_parallel"]
+    assert "nothing is much faster" in reason
+
+
+def test_in_a_long_run_every_safe_candidate_is_studied(monkeypatch: pytest.MonkeyPatch) -> None:
+    studied, reason = probed(monkeypatch, waiting=0.9, step_seconds=100.0)
+    assert studied == [spec for spec in CANDIDATES if is_safe(spec, qualities(spec), 0.5)]
+    assert len(studied) > 2
+    assert "it would wait 0%" in reason
+
+
+def test_a_short_run_is_not_made_longer_by_more_than_a_twentieth(monkeypatch: pytest.MonkeyPatch) -> None:
+    studied, reason = probed(monkeypatch, waiting=0.9, step_seconds=0.2, study_seconds=0.06)  # a probe of 0.1 s
+    assert studied == ["data_parallel"]
+    assert "too short a run to try more" in reason
 
 
 def test_without_a_measured_network_it_stays_with_data_parallel() -> None:
@@ -122,7 +181,7 @@ class InPlace(torch.nn.Module):
         return self.layer(x.mul_(0.5))
 
 
-def beside_a_group_of_the_user(comm: Comm) -> tuple[float, int, bool]:
+def beside_a_group_of_the_user(comm: Comm) -> tuple[float, int, bool, int]:
     """Prepare auto with a group of one's own, an optimizer that is remembered, and a model that changes its input."""
     mine = comm.split([range(comm.size)], "mine")
     made = []
@@ -137,14 +196,16 @@ def beside_a_group_of_the_user(comm: Comm) -> tuple[float, int, bool]:
     strategy.step((batch[0], batch[1]))
     assert isinstance(strategy, Auto)
     in_use = strategy.strategy.learner.optimizer  # type: ignore[attr-defined]
-    return (batch[0] / before).mean().item(), int(mine.sum(torch.ones(1))), in_use is made[-1]
+    broadcast = sum(row["payload_bytes"] for row in comm.ledger.rows() if row["op"] == "broadcast")
+    return (batch[0] / before).mean().item(), int(mine.sum(torch.ones(1))), in_use is made[-1], broadcast
 
 
 def test_the_probe_leaves_batch_groups_and_optimizer_as_they_are(process_world: ProcessWorlds) -> None:
-    for scale, ranks, is_last in process_world.run(beside_a_group_of_the_user, 2):
+    for scale, ranks, is_last, broadcast in process_world.run(beside_a_group_of_the_user, 2):
         assert scale == pytest.approx(0.5)  # of one step, and not of the probe's too
         assert ranks == 2
         assert is_last
+        assert broadcast == 4 * (6 * 3 + 3)  # the model goes over the network once
 
 
 def test_what_the_package_says_of_accuracy_is_what_results_json_says() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from thinwire.common.messages import quiet, say
 from thinwire.data import Batch, Shard
 from thinwire.netlab.link import Link
 from thinwire.plan.measured import REFERENCE, is_safe, qualities
-from thinwire.plan.planner import Forecast, study
+from thinwire.plan.planner import Forecast, Study, study
 from thinwire.plan.recorded_run import Training
 from thinwire.plan.timing import Effort
 from thinwire.plan.wire import Frames, Wire
@@ -27,23 +28,27 @@ from thinwire.spec import parse
 from thinwire.strategies.base import Artifact, Strategy
 from thinwire.strategies.learner import Recipe
 from thinwire.strategies.prepare import make_strategy
+from thinwire.strategies.replicas import known_equal
 from thinwire.surgery.moments import OptimizerState
 
-REDUCERS = ("maxnorm", "maxnorm(bits=4)", "error_feedback(maxnorm(bits=2))", "powersgd(rank=4)")
+REDUCERS = ("maxnorm(bits=4)", "maxnorm", "error_feedback(maxnorm(bits=2))", "powersgd(rank=4)")
 OTHERS = ("local_sgd", "diloco", "diloco(fragments=4)", "daso(warmup_epochs=1, cooldown_epochs=1)")
 CANDIDATES = (REFERENCE, *(f"{REFERENCE}(reducer={reducer})" for reducer in REDUCERS), *OTHERS)
-LINK_SECONDS, LINK_MEASUREMENTS, STUDY_SECONDS = 0.5, 3, 0.3  # of the probe: for the link, and for each candidate
+QUICK_LINK_SECONDS, QUICK_SECONDS = 0.15, 0.05  # for a first look at the link, and at steps of data_parallel
+LINK_SECONDS, LINK_MEASUREMENTS, STUDY_SECONDS = 0.5, 3, 0.2  # at most: for the link, and for each other candidate
+PROBE_SHARE = 0.05  # that the probe may take of the time of a run with data_parallel
 WORTH = 0.8  # a candidate must take at most this share of data_parallel's time: forecasts may be off by so much
 
 
 class Auto(Strategy):
     """Measure the network and the model, and train with the strategy that is fastest for them.
 
-    The first step begins with a probe of some seconds: the link between nodes, and a few steps of each candidate on
-    copies of the model. Candidates are data_parallel and those strategies that lost at most `loss_allowed` points of
-    accuracy wherever they were measured (docs/results.md). Another strategy than data_parallel must save a fifth of the
-    time. The choice is part of the state: a resumed run does not choose again. Wire bytes: those of the chosen
-    strategy, and in the beginning the probe's and a second broadcast of the model.
+    The first step begins with a probe: the link between nodes, and a few steps of data_parallel on a copy of the model.
+    If data_parallel waits for less than a fifth of its time, it is taken. Otherwise the probe goes on with the other
+    candidates, as long as it takes at most a twentieth of the run's time with data_parallel. Candidates lost at most
+    `loss_allowed` points of accuracy wherever they were measured (docs/results.md), and must save a fifth of the time.
+    The choice is part of the state: a resumed run does not choose again. Wire bytes: those of the chosen strategy, and
+    in the beginning the probe's.
     """
 
     def __init__(
@@ -97,41 +102,56 @@ class Auto(Strategy):
         elif self.comm.backend != "gloo":
             self.choice, self.reason = REFERENCE, f"networks of {self.comm.backend} cannot be forecast yet"
         else:
-            say(f"auto: probing the network and {len(CANDIDATES)} strategies at most, for some seconds", self.comm.rank)
+            say("auto: probing the network and what strategies compute", self.comm.rank)
             with self.comm.ledger.purpose("start", instead_of="train"):
-                link = self._measure_link()
-                forecasts = self._forecasts(batch, link)
+                link, forecasts = self._probe(_OneBatch(self.given, self.recipe, batch, self.epoch_steps), begin)
             self._decide(forecasts, link)
-            self._use(
-                self.choice
-            )  # also if it is the same: the optimizer that the factory makes last is the one in use
+            with known_equal(self.given):  # made anew also if it is the same: the factory's last optimizer is in use
+                self._use(self.choice)
         took = time.perf_counter() - begin
         say(f"auto: {self.choice}: {self.reason} (the probe took {took:.1f} s)", self.comm.rank)
         self.strategy.begin_epoch(self.epoch_steps)
 
-    def _measure_link(self) -> PairLink | None:
+    def _probe(self, workload: _OneBatch, begin: float) -> tuple[PairLink | None, list[Forecast]]:
+        """The link, and forecasts of data_parallel and, if it waits much, of what there is time for. Collective."""
+        link = measure_ring(self.comm, QUICK_LINK_SECONDS)
+        plain = _study(REFERENCE, workload, self.comm, QUICK_SECONDS)
+        quick = self._agree(plain, link)
+        if link is None or quick is None or quick.waiting_share < 1 - WORTH:
+            return link, [quick] if quick else []
+        run_seconds = quick.seconds_per_step * workload.epoch_steps * (self.recipe.epochs or math.inf)
+        last = self._longest(begin)
+        link = self._measure_link(min(LINK_SECONDS, PROBE_SHARE * run_seconds / 10)) or link
+        found = [self._agree(plain, link)]
+        for spec in (spec for spec in CANDIDATES if spec != REFERENCE and self._is_possible(spec)):
+            if self._longest(begin) + last > PROBE_SHARE * run_seconds:
+                break
+            now = time.perf_counter()
+            found.append(self._agree(_study(spec, workload, self.comm, STUDY_SECONDS), link))
+            last = self._longest(now)
+        return link, [forecast for forecast in found if forecast is not None]
+
+    def _is_possible(self, spec: str) -> bool:
+        has_phases = registry.load("strategies", parse(spec).name).has_phases
+        return is_safe(spec, qualities(spec), self.loss_allowed) and (not has_phases or self.recipe.epochs is not None)
+
+    def _measure_link(self, seconds: float) -> PairLink | None:
         """The median of a few measurements, by rate. Collective."""
-        found = [measure_ring(self.comm, LINK_SECONDS) for _ in range(LINK_MEASUREMENTS)]
+        found = [measure_ring(self.comm, seconds) for _ in range(LINK_MEASUREMENTS)]
         links = sorted(link for link in found if link is not None)
         return links[len(links) // 2] if links else None
 
-    def _forecasts(self, batch: Batch, link: PairLink | None) -> list[Forecast]:
-        """Of each candidate, by the slowest rank. All ranks study at once, as they will compute. Collective."""
-        if link is None:
-            return []
-        found: list[Forecast] = []
-        workload, wire = _OneBatch(self.given, self.recipe, batch, self.epoch_steps), wire_of(link, self.comm)
-        for spec in CANDIDATES:
-            has_phases = registry.load("strategies", parse(spec).name).has_phases
-            if not is_safe(spec, qualities(spec), self.loss_allowed) or (has_phases and not self.recipe.epochs):
-                continue
-            own = _forecast(spec, workload, self.comm.nodes, wire)
-            seconds, waiting = (-1.0, 0.0) if own is None else (own.seconds_per_step, own.waiting_share)
-            worst = self.comm.max(torch.tensor([seconds, waiting], dtype=torch.float64)).tolist()
-            fails = self.comm.min(torch.tensor([seconds], dtype=torch.float64)).item() < 0
-            if own is not None and not fails:
-                found.append(own._replace(seconds_per_step=worst[0], waiting_share=worst[1]))
-        return found
+    def _longest(self, begin: float) -> float:
+        """The seconds since then on the rank that has spent most. Collective."""
+        return self.comm.max(torch.tensor([time.perf_counter() - begin], dtype=torch.float64)).item()
+
+    def _agree(self, studied: Study | None, link: PairLink | None) -> Forecast | None:
+        """The forecast of the slowest rank; None if a rank has none. All ranks study at once, as they will compute."""
+        own = studied.forecast(wire_of(link, self.comm)) if studied is not None and link is not None else None
+        seconds, waiting = (-1.0, 0.0) if own is None else (own.seconds_per_step, own.waiting_share)
+        worst = self.comm.max(torch.tensor([seconds, waiting], dtype=torch.float64)).tolist()
+        fails = self.comm.min(torch.tensor([seconds], dtype=torch.float64)).item() < 0
+        return None if own is None or fails else own._replace(seconds_per_step=worst[0], waiting_share=worst[1])
 
     def _decide(self, forecasts: Sequence[Forecast], link: PairLink | None) -> None:
         plain = next((f for f in forecasts if f.strategy == REFERENCE), None)
@@ -140,6 +160,12 @@ class Auto(Strategy):
             return
         best = min(forecasts, key=lambda f: f.seconds_per_step)
         at = f"at {format_rate(link.rate_mbit)} Mbit/s and {link.latency_ms:.2g} ms"
+        if len(forecasts) == 1 and plain.waiting_share > 1 - WORTH:
+            self.choice, self.reason = (
+                REFERENCE,
+                f"{at} it waits {plain.waiting_share:.0%}; too short a run to try more",
+            )
+            return
         if best.seconds_per_step > WORTH * plain.seconds_per_step:
             self.choice, self.reason = REFERENCE, f"{at} it waits {plain.waiting_share:.0%}, and nothing is much faster"
             return
@@ -200,12 +226,12 @@ class _OneBatch:
         return Effort()
 
 
-def _forecast(spec: str, workload: _OneBatch, nodes: Sequence[int], wire: Wire) -> Forecast | None:
+def _study(spec: str, workload: _OneBatch, comm: Comm, seconds: float) -> Study | None:
     """None if the strategy cannot train this model here."""
     devices = {p.device for p in workload.model.parameters() if p.is_cuda}
     with quiet(), torch.random.fork_rng(devices=devices):
         try:
-            return study(spec, workload, nodes, STUDY_SECONDS).forecast(wire)
+            return study(spec, workload, comm.nodes, seconds)
         except Exception as error:  # of one rank alone, perhaps: the others must learn of it
             reason = str(error).partition("\n")[0]
     say(f"auto: {spec} is left out: {reason}", once=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +17,23 @@ from thinwire.common.tensors import named_persistent_buffers
 from thinwire.surgery.memory_format import usual_copy
 from thinwire.surgery.moments import OptimizerState, states_by_name
 
+_KNOWN_EQUAL: WeakSet[nn.Module] = WeakSet()
+
+
+@contextmanager
+def known_equal(model: nn.Module) -> Iterator[None]:
+    """Inside, `replicate` does not send this model: it was replicated and has not changed since."""
+    _KNOWN_EQUAL.add(model)
+    try:
+        yield
+    finally:
+        _KNOWN_EQUAL.discard(model)
+
 
 def replicate(model: nn.Module, comm: Comm) -> None:
     """Broadcast rank 0's parameters and buffers; tell the user if some rank had others."""
+    if model in _KNOWN_EQUAL:
+        return
     if not comm.is_dry:
         refuse_meta(model)
     tensors = [*model.parameters(), *model.buffers()]
