@@ -71,7 +71,7 @@ def probed(
         is_plain = spec == "data_parallel"
         return Studied(forecast(spec, step_seconds if is_plain else step_seconds / 10, waiting if is_plain else 0.0))
 
-    monkeypatch.setattr(module, "measure_ring", lambda comm, seconds: LINK)
+    monkeypatch.setattr(module, "measure_ring", lambda comm, seconds, largest=0: LINK)
     monkeypatch.setattr(module, "_study", study)
 
     def probe(comm: Comm) -> str:
@@ -143,7 +143,7 @@ def test_the_wire_of_one_node_is_its_loopback() -> None:
 def chosen_on_processes(comm: Comm, slow: bool) -> tuple[str, str, bool, bool]:
     """Train with a network that seems slow, go on from a state that was saved, and tell the choices."""
     before = module.measure_ring
-    module.measure_ring = lambda comm, seconds: PairLink(0.01, 1e-3) if slow else PairLink(1e6, 1e-4)
+    module.measure_ring = lambda comm, seconds, largest=0: PairLink(0.01, 1e-3) if slow else PairLink(1e6, 1e-4)
     try:
         strategy = trainer(comm, "auto")
         torch_state = torch.get_rng_state()
@@ -151,7 +151,7 @@ def chosen_on_processes(comm: Comm, slow: bool) -> tuple[str, str, bool, bool]:
         drew_nothing = torch.equal(torch_state, torch.get_rng_state())
         state = copy.deepcopy(strategy.state_dict())
         steps(strategy, batches(3, 24, seed=2))
-        module.measure_ring = lambda comm, seconds: pytest.fail("a resumed run must not choose again")
+        module.measure_ring = lambda comm, seconds, largest=0: pytest.fail("a resumed run must not choose again")
         resumed = trainer(comm, "auto", MODELS[3])
         resumed.load_state_dict(state)
         steps(resumed, batches(3, 24, seed=2))

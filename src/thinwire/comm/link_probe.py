@@ -40,16 +40,16 @@ class Transfer(NamedTuple):
     num_bytes: int
     seconds: float
 
-    def next_bytes(self, wanted_seconds: float) -> int:
+    def next_bytes(self, wanted_seconds: float, largest: int = LARGEST_BYTES) -> int:
         """How much to send next, so that it takes as long as is wanted; 0 if this was long or large enough.
 
         >>> Transfer(1000, 0.02).next_bytes(0.1), Transfer(1000, 0.06).next_bytes(0.1), Transfer(1000, 0).next_bytes(1)
         (5000, 0, 16000)
         """
-        if self.seconds >= wanted_seconds / 2 or self.num_bytes >= LARGEST_BYTES:
+        if self.seconds >= wanted_seconds / 2 or self.num_bytes >= largest:
             return 0
         growth = min(LARGEST_GROWTH, wanted_seconds / max(self.seconds, 1e-9))
-        return min(LARGEST_BYTES, round(self.num_bytes * growth))
+        return min(largest, round(self.num_bytes * growth))
 
     @property
     def rate_mbit(self) -> float:
@@ -129,11 +129,11 @@ def measure_pairs(comm: Comm, seconds: float) -> Matrix:
     return [[links.get((a, b)) for b in ranks] for a in ranks]
 
 
-def measure_ring(comm: Comm, seconds: float) -> PairLink | None:
+def measure_ring(comm: Comm, seconds: float, largest: int = LARGEST_BYTES) -> PairLink | None:
     """The slowest link while each of `first_ranks(comm.nodes)` sends to the next one, as in a ring all-reduce.
 
     The latency is the longest of one hop, on an idle network. None if there is only one rank. It takes about `seconds`
-    at most, and each rank sends at most `PAIR_BYTES`.
+    at most. Messages have at most `largest` bytes, and each rank sends at most `PAIR_BYTES`.
 
     Collective; every rank gets the same.
 
@@ -153,7 +153,7 @@ def measure_ring(comm: Comm, seconds: float) -> PairLink | None:
             mine = _send_around(comm, ranks, size) if comm.rank in ranks else 0.0
             worst = comm.max(torch.tensor([mine, time.monotonic() - begin, latency], dtype=torch.float64)).tolist()
             slowest = Transfer(size, worst[0])
-            size = slowest.next_bytes(seconds * TIMED_SHARE) if worst[1] < seconds else 0
+            size = slowest.next_bytes(seconds * TIMED_SHARE, largest) if worst[1] < seconds else 0
     return PairLink(slowest.rate_mbit, worst[2])
 
 

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from thinwire import registry
 from thinwire.comm.base import Comm
-from thinwire.comm.link_probe import PairLink, measure_ring
+from thinwire.comm.link_probe import LARGEST_BYTES, PairLink, measure_ring
 from thinwire.common.formats import format_rate
 from thinwire.common.messages import quiet, say
+from thinwire.common.tensors import num_bytes
 from thinwire.data import Batch, Shard
 from thinwire.netlab.link import Link
 from thinwire.plan.measured import REFERENCE, is_safe, qualities
@@ -36,6 +37,7 @@ OTHERS = ("local_sgd", "diloco", "diloco(fragments=4)", "daso(warmup_epochs=1, c
 CANDIDATES = (REFERENCE, *(f"{REFERENCE}(reducer={reducer})" for reducer in REDUCERS), *OTHERS)
 QUICK_LINK_SECONDS, QUICK_SECONDS = 0.15, 0.05  # for a first look at the link, and at steps of data_parallel
 LINK_SECONDS, LINK_MEASUREMENTS, STUDY_SECONDS = 0.5, 3, 0.2  # at most: for the link, and for each other candidate
+FEWEST_BYTES = 2**18  # of the largest message of a first look
 PROBE_SHARE = 0.05  # that the probe may take of the time of a run with data_parallel
 WORTH = 0.8  # a candidate must take at most this share of data_parallel's time: forecasts may be off by so much
 
@@ -109,25 +111,27 @@ class Auto(Strategy):
             with known_equal(self.given):  # made anew also if it is the same: the factory's last optimizer is in use
                 self._use(self.choice)
         took = time.perf_counter() - begin
-        say(f"auto: {self.choice}: {self.reason} (the probe took {took:.1f} s)", self.comm.rank)
+        say(f"auto: {self.choice}: {self.reason} (the probe took {took:.2f} s)", self.comm.rank)
         self.strategy.begin_epoch(self.epoch_steps)
 
     def _probe(self, workload: _OneBatch, begin: float) -> tuple[PairLink | None, list[Forecast]]:
         """The link, and forecasts of data_parallel and, if it waits much, of what there is time for. Collective."""
-        link = measure_ring(self.comm, QUICK_LINK_SECONDS)
+        sent = sum(num_bytes(p) for p in self.given.parameters() if p.requires_grad)
+        link = measure_ring(self.comm, QUICK_LINK_SECONDS, largest=max(FEWEST_BYTES, min(LARGEST_BYTES, 2 * sent)))
         plain = _study(REFERENCE, workload, self.comm, QUICK_SECONDS)
         quick = self._agree(plain, link)
         if link is None or quick is None or quick.waiting_share < 1 - WORTH:
             return link, [quick] if quick else []
         run_seconds = quick.seconds_per_step * workload.epoch_steps * (self.recipe.epochs or math.inf)
-        last = self._longest(begin)
-        link = self._measure_link(min(LINK_SECONDS, PROBE_SHARE * run_seconds / 10)) or link
+        allowed, last = PROBE_SHARE * run_seconds, self._longest(begin)
+        if allowed > 10 * QUICK_LINK_SECONDS:
+            link = self._measure_link(min(LINK_SECONDS, allowed / 10)) or link
         found = [self._agree(plain, link)]
         for spec in (spec for spec in CANDIDATES if spec != REFERENCE and self._is_possible(spec)):
-            if self._longest(begin) + last > PROBE_SHARE * run_seconds:
+            if self._longest(begin) + last > allowed:
                 break
             now = time.perf_counter()
-            found.append(self._agree(_study(spec, workload, self.comm, STUDY_SECONDS), link))
+            found.append(self._agree(_study(spec, workload, self.comm, min(STUDY_SECONDS, allowed / 10)), link))
             last = self._longest(now)
         return link, [forecast for forecast in found if forecast is not None]
 
