@@ -102,6 +102,20 @@ def comm_like(group: dist.ProcessGroup, device: torch.device) -> ProcessComm:
     return comm
 
 
+def default_comm(device: torch.device) -> ProcessComm | None:
+    """A Comm of all ranks of torch's default process group; None in a single process."""
+    if dist.is_initialized():
+        assert dist.group.WORLD is not None
+        return comm_like(dist.group.WORLD, device) if dist.get_world_size() > 1 else None
+    world = find_world()
+    if world is not None and world.size > 1:
+        raise UsageError(
+            f"this is one of {world.size} processes that {world.launcher} started, but they have no process group yet; "
+            "call torch.distributed.init_process_group before, or use: with tw.join() as comm"
+        )
+    return None
+
+
 def _find_nodes(device: torch.device) -> list[int]:
     """The node of each rank, numbered in rank order. Ranks of one host that one torchrun started share a node."""
     own = torch.tensor(node_key(find_world() or WORLD_OF_ONE), device=device if dist.get_backend() == "nccl" else "cpu")
