@@ -102,18 +102,24 @@ def comm_like(group: dist.ProcessGroup, device: torch.device) -> ProcessComm:
     return comm
 
 
-def default_comm(device: torch.device) -> ProcessComm | None:
-    """A Comm of all ranks of torch's default process group; None in a single process."""
+def is_single_process() -> bool:
+    """Whether this process is a world of its own: it has no peers, and no launcher says that it should have some."""
     if dist.is_initialized():
-        assert dist.group.WORLD is not None
-        return comm_like(dist.group.WORLD, device) if dist.get_world_size() > 1 else None
+        return dist.get_world_size() == 1
     world = find_world()
-    if world is not None and world.size > 1:
+    return world is None or world.size == 1
+
+
+def default_group() -> dist.ProcessGroup:
+    """torch's default process group; UsageError if the processes of this world have none yet."""
+    if not dist.is_initialized():
+        world = find_world() or WORLD_OF_ONE
         raise UsageError(
             f"this is one of {world.size} processes that {world.launcher} started, but they have no process group yet; "
             "call torch.distributed.init_process_group before, or use: with tw.join() as comm"
         )
-    return None
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def _find_nodes(device: torch.device) -> list[int]:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from thinwire import registry
 from thinwire.comm.base import Comm
 from thinwire.comm.collectives import all_gather_json
-from thinwire.comm.join import default_comm
+from thinwire.comm.join import comm_like, default_group, is_single_process
 from thinwire.comm.ledger import Ledger
-from thinwire.comm.sharding import is_sharded, replica_ranks, reshard
+from thinwire.comm.sharding import between_replicas, is_sharded, replica_ranks, reshard
 from thinwire.common.dtypes import refuse_unfit
 from thinwire.common.messages import say
 from thinwire.errors import UsageError
@@ -103,7 +103,9 @@ class NoRounds(AttachedRounds):
         pass
 
 
-def rounds(model: nn.Module, spec: str, *, comm: Comm | None = None, epochs: int | None = None) -> AttachedRounds:
+def rounds(  # long: an example
+    model: nn.Module, spec: str, *, comm: Comm | None = None, epochs: int | None = None
+) -> AttachedRounds:
     """Average the parameters of ranks that train separately, now and then; your loop stays as it is.
 
     Call it on every rank, after the model is on its device and before the first step. Then `after_step()` follows each
@@ -143,39 +145,33 @@ def rounds(model: nn.Module, spec: str, *, comm: Comm | None = None, epochs: int
     model = getattr(model, "_orig_mod", model)  # torch.compile(model) holds it
     plain = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     refuse_unfit(plain, "rounds")
-    own = None if comm is not None else default_comm(next(plain.parameters()).device)
-    world = comm or own
-    if world is None or world.size == 1:
+    if is_single_process() if comm is None else comm.size == 1:
         registry.check("strategies", spec)
         say("rounds: a single process, so there is nothing to average", 0, once=True)
         return NoRounds()
+    own = comm_like(default_group(), next(plain.parameters()).device) if comm is None else None
     recipe = Recipe(_no_loss, _no_optimizer, epochs=epochs, own_loop=True)
-    strategy = _on_replicas(model, plain, spec, recipe, world)
+    strategy = _on_replicas(model, plain, spec, recipe, comm or own)  # type: ignore[arg-type]
     return AttachedRounds(plain, strategy, str(named), own)
 
 
 def _on_replicas(model: nn.Module, plain: nn.Module, spec: str, recipe: Recipe, world: Comm) -> InRounds:
     """The strategy for a model whose replicas are ranks, or groups of ranks that a DDP or fully_shard made."""
+    if is_sharded(model):
+        sharded: InRounds = registry.build("strategies", spec, plain, recipe, between_replicas(model, world))
+        return sharded
     mine = replica_ranks(model, world)
     with world.ledger.purpose("start"):
         replicas = [list(ranks) for ranks in sorted({tuple(ranks) for ranks in all_gather_json(world, mine)})]
     if len(replicas) == 1 and len(mine) > 1:
         raise UsageError(
             f"rounds: all {world.size} ranks train one replica (they exchange gradients in every step), so there is "
-            "nothing to average; make the DDP, or the mesh of fully_shard, of the ranks of one node"
+            "nothing to average; make the DDP of the ranks of one node"
         )
-    if not is_sharded(model):
-        whole: InRounds = registry.build(
-            "strategies", spec, plain, recipe, world.split([range(world.size)], world.link)
-        )
-        if len(mine) > 1:
-            whole.use_replicas(replicas)
-        return whole
-    if len({len(ranks) for ranks in replicas}) > 1:
-        raise UsageError(f"rounds: replicas of {sorted({len(r) for r in replicas})} shards; give all the same number")
-    same_rows = [list(ranks) for ranks in zip(*replicas, strict=True)]
-    sharded: InRounds = registry.build("strategies", spec, plain, recipe, world.split(same_rows, "between"))
-    return sharded
+    whole: InRounds = registry.build("strategies", spec, plain, recipe, world.split([range(world.size)], world.link))
+    if len(mine) > 1:
+        whole.use_replicas(replicas)
+    return whole
 
 
 def _no_loss(output: Any, targets: Tensor) -> Tensor:
