@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from thinwire.exchange.attach import attach as attach
     from thinwire.strategies.base import Strategy as Strategy
     from thinwire.strategies.epochs import epoch as epoch
+    from thinwire.strategies.own_loop import rounds as rounds
     from thinwire.strategies.prepare import prepare as prepare
     from thinwire.surgery.axes.axis import Axis as Axis
     from thinwire.tasks.base import Task as Task
@@ -36,6 +37,7 @@ _MODULES = {
     "join": "thinwire.comm.join",
     "loader": "thinwire.data",
     "prepare": "thinwire.strategies.prepare",
+    "rounds": "thinwire.strategies.own_loop",
     "simulate": "thinwire.comm.threads",
 }
 __all__ = [*_MODULES]

@@ -118,8 +118,11 @@ def test_fragments_take_turns_and_all_meet_at_the_end() -> None:
 def two_epochs(comm: Comm, spec: str, length: int) -> list[int]:
     """In which of the steps, counted from 1, parameters were exchanged."""
     strategy: Any = trainer(comm, spec)
-    found, begun = [], strategy.averaging.start
-    strategy.averaging.start = lambda *args, **more: (found.append(strategy.learner.num_steps), begun(*args, **more))[1]
+    found, begun = [], strategy.rounds.averaging.start
+    strategy.rounds.averaging.start = lambda *args, **more: (
+        found.append(strategy.learner.num_steps),
+        begun(*args, **more),
+    )[1]
     for _ in range(2):
         steps(strategy, batches(length, 24))
         strategy.end_epoch()
@@ -146,8 +149,8 @@ def test_a_period_begins_with_each_epoch_and_nothing_is_exchanged_twice(
 
 def merges(comm: Comm, spec: str) -> list[int]:
     strategy: Any = trainer(comm, spec)
-    found, done = [], strategy.averaging.merge
-    strategy.averaging.merge = lambda: (found.append(strategy.learner.num_steps), done())[1]
+    found, done = [], strategy.rounds.averaging.merge
+    strategy.rounds.averaging.merge = lambda: (found.append(strategy.learner.num_steps), done())[1]
     steps(strategy, batches(9, 24))
     return found
 

@@ -102,6 +102,26 @@ def comm_like(group: dist.ProcessGroup, device: torch.device) -> ProcessComm:
     return comm
 
 
+def is_single_process() -> bool:
+    """Whether this process is a world of its own: it has no peers, and no launcher says that it should have some."""
+    if dist.is_initialized():
+        return dist.get_world_size() == 1
+    world = find_world()
+    return world is None or world.size == 1
+
+
+def default_group() -> dist.ProcessGroup:
+    """torch's default process group; UsageError if the processes of this world have none yet."""
+    if not dist.is_initialized():
+        world = find_world() or WORLD_OF_ONE
+        raise UsageError(
+            f"this is one of {world.size} processes that {world.launcher} started, but they have no process group yet; "
+            "call torch.distributed.init_process_group before, or use: with tw.join() as comm"
+        )
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
 def _find_nodes(device: torch.device) -> list[int]:
     """The node of each rank, numbered in rank order. Ranks of one host that one torchrun started share a node."""
     own = torch.tensor(node_key(find_world() or WORLD_OF_ONE), device=device if dist.get_backend() == "nccl" else "cpu")

@@ -54,11 +54,14 @@ class ProcessComm(Comm):
 
     def split(self, groups: Sequence[Sequence[int]], link: str) -> ProcessComm:
         members = find_own_group(groups, self.rank, self.size)
-        if self.size != dist.get_world_size():
-            raise UsageError("split: only the whole world can be split, because every rank must make every group")
         timeout = timeout_of(self.group)
-        pairs = [new_group_pair(list(group), self.backend, timeout) for group in groups]
-        own = next(pair for pair, group in zip(pairs, groups, strict=True) if self.rank in group)
+        if self.size == dist.get_world_size():
+            pairs = [new_group_pair(list(group), self.backend, timeout) for group in groups]
+            own = next(pair for pair, group in zip(pairs, groups, strict=True) if self.rank in group)
+        elif len(members) == 1:
+            own = new_group_pair([dist.get_rank()], self.backend, timeout, members_only=True)
+        else:
+            raise UsageError("split: only the whole world can be split, because every rank must make every group")
         subgroup = ProcessComm(own, link, self.ledger, self.wire_device, [self.nodes[r] for r in members])
         self._subgroups.append(subgroup)
         return subgroup

@@ -6,6 +6,7 @@ import datetime
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed as dist
 
@@ -17,10 +18,13 @@ GroupPair = tuple[dist.ProcessGroup, dist.ProcessGroup]
 PEER_GRACE_SECONDS = 3.0
 
 
-def new_group_pair(ranks: list[int] | None, backend: str, timeout: datetime.timedelta | None) -> GroupPair:
-    """Two process groups of the same ranks (default: all). Every rank calls it, member or not."""
-    group = dist.new_group(ranks, timeout=timeout, backend=backend)
-    return group, dist.new_group(ranks, timeout=timeout, backend=backend)
+def new_group_pair(
+    ranks: list[int] | None, backend: str, timeout: datetime.timedelta | None, members_only: bool = False
+) -> GroupPair:
+    """Two process groups of the same ranks (default: all). Every rank calls it, or the members only."""
+    about: Any = {"timeout": timeout, "backend": backend, "use_local_synchronization": members_only}
+    group = dist.new_group(ranks, **about)
+    return group, dist.new_group(ranks, **about)
 
 
 def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:

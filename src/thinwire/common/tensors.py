@@ -9,6 +9,12 @@ import torch
 from torch import Tensor, nn
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor (torch's DTensor), in its own memory; another tensor as it is."""
+    part: Tensor = tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined]
+    return part
+
+
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers, each once."""
     return dict(model.named_parameters()) | named_persistent_buffers(model)

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import registry
-from thinwire.comm.join import comm_like
+from thinwire.comm.base import Comm
+from thinwire.comm.join import comm_like, default_group, is_single_process
 from thinwire.comm.ledger import Ledger
+from thinwire.comm.process import ProcessComm
+from thinwire.comm.sharding import between_replicas, is_sharded
 from thinwire.common.dtypes import refuse_unfit
+from thinwire.common.messages import say
 from thinwire.errors import UsageError
 from thinwire.exchange.overlapped import Overlapped
+from thinwire.exchange.sharded_gradients import ShardedGradients
+from thinwire.reducers.base import Reducer
 from thinwire.reducers.states import load_states
 from thinwire.spec import Spec, parse
 
 
 class Attached:
-    """The exchange that a DDP uses.
+    """The exchange that a DDP, or a sharded model, uses.
 
     Save its `state_dict` with the model's: without its residuals a resumed run is another one. `ledger` counts what it
-    sends; what DDP sends for itself (buffers, say) is not in it.
+    sends; what torch sends for itself (buffers, or shards inside a node) is not in it.
     """
 
-    def __init__(self, exchange: Overlapped, spec: str) -> None:
-        self._exchange = exchange
-        self._spec = spec
+    def __init__(self, exchange: Overlapped | ShardedGradients, spec: str, comm: Comm) -> None:
+        self._exchange, self._spec, self._own_comm = exchange, spec, comm
 
     @property
     def ledger(self) -> Ledger:
@@ -54,22 +61,42 @@ class Attached:
         return type(None), ()
 
     def close(self) -> None:
-        """End the communication thread and its groups, as the process's end does; the DDP cannot train any more."""
-        self._exchange.comm.close()
+        """End the communication thread and its groups, as the process's end does; the model cannot train any more."""
+        self._own_comm.close()
 
 
-def attach(
-    ddp: DistributedDataParallel,
-    spec: str,
-    *,
-    bucket_mb: float = 25.0,
-    scaler: torch.amp.GradScaler | None = None,
+class NotAttached(Attached):
+    """What a single process gets: there is nothing to exchange, and no state."""
+
+    def __init__(self) -> None:
+        self._ledger = Ledger()
+
+    @property
+    def ledger(self) -> Ledger:
+        return self._ledger
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            raise UsageError(f"the state is of rank {state.get('rank')}, and this is a single process")
+
+    def close(self) -> None:
+        pass
+
+
+def attach(  # long: an example
+    model: nn.Module, spec: str, *, bucket_mb: float = 25.0, scaler: torch.amp.GradScaler | None = None
 ) -> Attached:
-    """Exchange a DDP's gradients with one of thinwire's reducers; your loop stays as it is.
+    """Exchange gradients with one of thinwire's reducers; your loop stays as it is.
 
-    Call it on every rank, after making the DDP and before the first step. `no_sync`, clipping, unused parameters,
-    torch.compile (of the DDP, or of the model in it) and any optimizer work as before. With a GradScaler, give it
-    here: its scale changes, and what a reducer keeps from step to step must not be counted in it.
+    The model is a DistributedDataParallel, whose gradients are exchanged between all ranks, or one that fully_shard has
+    divided over the ranks of a node: then gradients are exchanged between nodes. Call it on every rank, after making
+    that and before the first step. `no_sync` (set_requires_gradient_sync), clipping, unused parameters, torch.compile
+    (of the DDP, or of the model in it) and any optimizer work as before. With a GradScaler, give it here: its scale
+    changes, and what a reducer keeps from step to step must not be counted in it. In a single process a plain model
+    will do: nothing is exchanged, and it says so. `bucket_mb` is for a DDP; a sharded model has its own groups.
 
     >>> import os, torch, torch.distributed as dist, thinwire as tw
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -80,31 +107,50 @@ def attach(
     ['inner/step', 'residual/bias', 'residual/weight']
     >>> attached.close(); dist.destroy_process_group()
     """
-    ddp = getattr(ddp, "_orig_mod", ddp)  # torch.compile(ddp) holds it
-    _refuse_model(ddp)
-    if not bucket_mb > 0:
-        raise UsageError(f"attach: bucket_mb={bucket_mb}; possible: more than 0")
+    model = getattr(model, "_orig_mod", model)  # torch.compile(ddp) holds it
     _refuse_strategy(parse(spec))
     reducer = registry.build("reducers", spec)
-    comm = comm_like(ddp.process_group, next(ddp.parameters()).device)
+    if not bucket_mb > 0:
+        raise UsageError(f"attach: bucket_mb={bucket_mb}; possible: more than 0")
+    if not isinstance(model, DistributedDataParallel) and isinstance(model, nn.Module) and is_single_process():
+        say("attach: a single process, so there is nothing to exchange", 0, once=True)
+        return NotAttached()
+    _refuse_model(model)
     scale = None if scaler is None else scaler.get_scale
-    try:
-        exchange = Overlapped(ddp, reducer, comm, bucket_mb, scale, in_own_loop=True)
-    except RuntimeError as error:
-        comm.close()
-        raise UsageError(f"attach: DDP refuses ({str(error).splitlines()[0]}); attach before any other hook") from error
-    attached = Attached(exchange, str(parse(spec)))
-    ddp._thinwire = attached  # lives as long as the DDP, whose hook does not keep it
+    if isinstance(model, DistributedDataParallel):
+        comm = comm_like(model.process_group, next(model.parameters()).device)
+        exchange: Overlapped | ShardedGradients = _attach_ddp(model, reducer, comm, bucket_mb, scale)
+    else:
+        comm = comm_like(default_group(), next(model.parameters()).device)
+        exchange = ShardedGradients(model, reducer, between_replicas(model, comm), scale)
+    attached = Attached(exchange, str(parse(spec)), comm)
+    model._thinwire = attached  # lives as long as the model, whose hook does not keep it
     return attached
 
 
-def _refuse_model(ddp: Any) -> None:
-    """Raise UsageError for what is no DDP, or one that cannot be attached to."""
-    if not isinstance(ddp, DistributedDataParallel):
-        raise UsageError(f"attach: {type(ddp).__name__} given; wrap the model in DistributedDataParallel first")
-    if getattr(ddp, "_thinwire", None) is not None:
+def _attach_ddp(
+    ddp: DistributedDataParallel, reducer: Reducer, comm: ProcessComm, bucket_mb: float,
+    scale: Callable[[], float] | None,
+) -> Overlapped:  # fmt: skip
+    try:
+        return Overlapped(ddp, reducer, comm, bucket_mb, scale, in_own_loop=True)
+    except RuntimeError as error:
+        comm.close()
+        raise UsageError(f"attach: DDP refuses ({str(error).splitlines()[0]}); attach before any other hook") from error
+
+
+def _refuse_model(model: Any) -> None:
+    """Raise UsageError for what is neither DDP nor sharded, or cannot be attached to."""
+    is_ddp = isinstance(model, DistributedDataParallel)
+    if not is_ddp and not (isinstance(model, nn.Module) and is_sharded(model)):
+        raise UsageError(
+            f"attach: {type(model).__name__} given; wrap the model in DistributedDataParallel first, or shard it by "
+            "fully_shard"
+        )
+    if getattr(model, "_thinwire", None) is not None:
         raise UsageError("attach: this DDP has, or had, an exchange; it takes one for its whole life. Make a new DDP")
-    refuse_unfit(ddp.module, "attach", ddp.parameters_to_ignore)
+    if is_ddp:
+        refuse_unfit(model.module, "attach", model.parameters_to_ignore)
 
 
 def _refuse_strategy(spec: Spec) -> None:

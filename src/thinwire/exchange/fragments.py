@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from thinwire.common.dtypes import as_reals
 from thinwire.common.packing import fill_groups, similar_groups
+from thinwire.common.tensors import local_part
 from thinwire.errors import UsageError
 
 BUCKET_ELEMENTS = 2**21  # or more: 8 MiB of float32, which take far longer to send than the ranks to meet
@@ -24,8 +25,9 @@ class Bucket(NamedTuple):
 
     @property
     def x(self) -> list[Tensor]:
-        """The parameters as they are now, complex ones as pairs of real numbers."""
-        return [as_reals(p.detach()) if p.is_complex() else p for p in self.parameters]
+        """This rank's parameters as they are now, or its parts of them; complex ones as pairs of real numbers."""
+        parts = [local_part(p) for p in self.parameters]
+        return [as_reals(part.detach()) if part.is_complex() else part for part in parts]
 
 
 class Fragment(NamedTuple):
@@ -40,13 +42,16 @@ class Fragment(NamedTuple):
 
 
 def make_fragments(model: nn.Module, num_fragments: int) -> list[Fragment]:
-    """The trainable parameters of a model in order, in fragments of about equal size."""
-    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    """The trainable parameters of a model in order, in fragments of about equal size; of sharded ones this rank's part.
+
+    Parameters of which a rank has no part are left out.
+    """
+    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad and local_part(p).numel()}
     if num_fragments > len(parameters):
         raise UsageError(
             f"fragments={num_fragments}, but the model has {len(parameters)} parameter tensors to share out"
         )
-    sizes = {name: p.numel() for name, p in parameters.items()}
+    sizes = {name: local_part(p).numel() for name, p in parameters.items()}
     fragments, number, begin = [], 0, 0
     for names_in_fragment in similar_groups(sizes, num_fragments):
         fragment = Fragment([])

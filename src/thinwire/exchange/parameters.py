@@ -71,10 +71,8 @@ class ParameterAverager:
     ) -> None:  # fmt: skip
         self.lanes = comm.lanes  # of all ranks or, with nodes, of the leaders
         self.node = [] if node is None else node.lanes  # of the ranks of this node
-        self.reducer = reducer
-        self.outer = outer
+        self.model, self.reducer, self.outer = model, reducer, outer
         self.weight = weight  # of this rank, or node, in the mean; 1 on average
-        self.model = model
         self.fragments = make_fragments(model, fragments)
         self.buckets = [bucket for fragment in self.fragments for bucket in fragment.buckets]
         self.agreed = _flat_copy([x for bucket in self.buckets for x in bucket.x])
@@ -86,6 +84,10 @@ class ParameterAverager:
         self.momentum = torch.zeros_like(self.agreed) if outer.momentum else self.agreed[:0]
         self.states = [reducer.init(dict(zip(b.names, self._views[b.number].moved, strict=True))) for b in self.buckets]
         self.in_flight: list[InFlight] = []  # in the order of their starts, one for each fragment at most
+
+    def use_nodes(self, between: Comm, node: Comm, weight: float) -> None:
+        """From now on one rank of each node exchanges for all of them."""
+        self.lanes, self.node, self.weight = between.lanes, node.lanes, weight
 
     @property
     def names(self) -> list[str]:
@@ -154,10 +156,8 @@ class ParameterAverager:
         if state["in_flight"] is not None:
             place = self.fragments[state["in_flight"]].place
             self.sent[place], self.moved[place] = state["sent"], state["moved"]
-            saved = state["statistics"]
-            vectors = (
-                {} if saved is None else {k: [v.to(self.agreed.device, copy=True) for v in saved[k]] for k in saved}
-            )
+            saved = state["statistics"] or {}
+            vectors = {key: [v.to(self.agreed.device, copy=True) for v in saved[key]] for key in saved}
             self.in_flight = [InFlight(state["in_flight"], Statistics(**vectors) if vectors else None)]
 
     # ---- on the threads of lanes

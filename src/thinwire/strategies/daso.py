@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
@@ -13,21 +14,22 @@ from thinwire.comm.base import Comm
 from thinwire.comm.collectives import coalesced
 from thinwire.common.messages import say
 from thinwire.data import Batch, Shard
+from thinwire.errors import UsageError
 from thinwire.exchange.gradients import make_exchange
 from thinwire.exchange.parameters import ParameterAverager, keep_progress
 from thinwire.reducers.base import Reducer
 from thinwire.reducers.half import bf16
 from thinwire.reducers.mean import mean
 from thinwire.reducers.states import load_states
-from thinwire.strategies.base import Strategy
 from thinwire.strategies.daso_schedule import Cycle, Plateau, cycling_epochs, say_if_mostly_waiting
-from thinwire.strategies.groups import equal_groups, ranks_by_node
+from thinwire.strategies.groups import choose_nodes
 from thinwire.strategies.learner import Learner, Recipe
 from thinwire.strategies.replicas import averaged_copy, averaged_state, replicate
+from thinwire.strategies.rounds import InRounds
 from thinwire.surgery.moments import OptimizerState
 
 
-class DASO(Strategy):
+class DASO(InRounds):
     """Average gradients inside nodes, and parameters between nodes every few batches while training continues.
 
     Between nodes, one rank of each node averages parameters with its peers. Those ranks form a rail, and rails take
@@ -66,20 +68,22 @@ class DASO(Strategy):
         self.cycling_epochs = cycling_epochs(recipe.epochs, warmup_epochs, cooldown_epochs)
         self.max_global_skips, self.stability, self.merge_rule = max_global_skips, stability, merge
         replicate(model, comm)
-        self.learner = Learner(model, recipe)
-        nodes = _nodes(comm, ranks_per_node)
+        nodes = choose_nodes(comm, ranks_per_node)
         if comm.rank == 0 and len(nodes) > 1:
             say_if_mostly_waiting(recipe.epochs or 0, self.cycling_epochs)
         self.nodes, self.num_nodes = nodes, len(nodes)
         self.node = comm.split(nodes, "node")
-        self.exchange = make_exchange(model, local_reducer, self.node, unused_parameters=self.node.size == 1)
+        self.own_loop = recipe.own_loop
+        if not self.own_loop:
+            self.learner = Learner(model, recipe)
+            self.exchange = make_exchange(model, local_reducer, self.node, unused_parameters=self.node.size == 1)
         self._make_rails(nodes, reducer)
 
-        self.cycle = Cycle(global_every=min(4, max_global_skips))
-        self.plateau = Plateau()
+        self.cycle, self.plateau = Cycle(global_every=min(4, max_global_skips)), Plateau()
         self.epoch, self.batch = 0, 0
         self.batches_in_flight = 0  # batches since the last exchange between nodes began
         self.loss_sum = torch.zeros((), dtype=torch.float64)  # over the batches of this epoch
+        self.sees_losses = True  # of all batches
         self.is_in_sync = True  # all ranks have the same parameters
         self.node_ranks_differ = False  # since l > 1, ranks of a node have gradients, and so momenta, of their own
 
@@ -89,17 +93,34 @@ class DASO(Strategy):
         self.rail = 0  # the rail that exchanges next
         rails = [[node[i] for node in nodes] for i in range(self.num_rails)]
         in_no_rail = [[rank] for node in nodes for rank in node[self.num_rails :]]
-        between = self.comm.split([*rails, *in_no_rail], "between")
+        is_one_rail = self.comm.link == "between"  # of shards: each rank is alone on its node
+        between = self.comm if is_one_rail else self.comm.split([*rails, *in_no_rail], "between")
         inside = self.comm.split(nodes, "node")  # not self.node: gradients are averaged there at the same time
         weight = inside.size * len(nodes) / self.comm.size
         self.averaging = ParameterAverager(self.model, reducer, between, node=inside, weight=weight)
 
     def step(self, batch: Batch) -> Tensor:
-        is_cycling = self.is_cycling
-        loss = self.learner.backward(batch, self.exchange, exchanging=not is_cycling or self._averages_gradients())
+        exchanging = not self.is_cycling or self._averages_gradients()
+        loss = self.learner.backward(batch, self.exchange, exchanging)
         self.learner.update()
-        self.is_in_sync = False
-        self.loss_sum = self.loss_sum.to(loss.device) + loss.detach()
+        self.after_step(loss)
+        return loss
+
+    def use_replicas(self, replicas: Sequence[Sequence[int]]) -> None:
+        """Check that the user's replicas are the nodes."""
+        if sorted(map(list, replicas)) != sorted(self.nodes):
+            raise UsageError(
+                f"daso: the ranks of its nodes are {self.nodes}, but those that exchange gradients are "
+                f"{sorted(map(list, replicas))}; make them the same, as by daso(ranks_per_node={len(replicas[0])})"
+            )
+
+    def after_step(self, loss: Tensor | None = None) -> None:
+        """Start and merge what is due. Without losses, B stays as it is."""
+        is_cycling, self.is_in_sync = self.is_cycling, False
+        if loss is None:
+            self.sees_losses = False
+        else:
+            self.loss_sum = self.loss_sum.to(loss.device) + loss.detach()
         self.batches_in_flight += 1
         if not is_cycling:
             self._sync()
@@ -109,7 +130,6 @@ class DASO(Strategy):
             if self.batch % self.cycle.global_every == 0:
                 self._start_exchange()
         self.batch += 1
-        return loss
 
     def end_epoch(self) -> None:
         if not self.batch:
@@ -163,14 +183,14 @@ class DASO(Strategy):
 
     def _adapt_cycle(self) -> None:
         """Exchange more often if the loss has stopped improving. All ranks see the same mean loss, so they agree."""
-        if not self.is_cycling:
+        if not self.is_cycling or not self.sees_losses:
             return
         with self.comm.ledger.purpose("sync"):
             loss = float(self.comm.mean(self.loss_sum / self.batch))
         self.plateau = self.plateau.after(loss, self.stability)
         if self.plateau.is_stable:
             self.cycle = self.cycle.after_plateau(self.max_global_skips)
-            self.node_ranks_differ = self.node_ranks_differ or self.cycle.local_every > 1
+            self.node_ranks_differ = self.node_ranks_differ or (self.cycle.local_every > 1 and not self.own_loop)
 
     def representatives(self) -> list[int]:
         """The rank of the largest node with the same place in its node."""
@@ -196,16 +216,17 @@ class DASO(Strategy):
         return averaged_state(self.model, self.learner.optimizer, self.comm)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "learner": self.learner.state_dict(), "averaging": self.averaging.state_dict(),
-            "local_reducer": self.exchange.states, "plateau": asdict(self.plateau), "loss_sum": self.loss_sum,
+        inside = {} if self.own_loop else {"learner": self.learner.state_dict(), "local_reducer": self.exchange.states}
+        return inside | {
+            "averaging": self.averaging.state_dict(), "plateau": asdict(self.plateau), "loss_sum": self.loss_sum,
             "cycle": asdict(self.cycle), "counts": {name: getattr(self, name) for name in COUNTS},
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.averaging.load_state_dict(state["averaging"])
-        self.learner.load_state_dict(state["learner"])
-        self.exchange.states = load_states(self.exchange.states, state["local_reducer"])
+        if not self.own_loop:
+            self.learner.load_state_dict(state["learner"])
+            self.exchange.states = load_states(self.exchange.states, state["local_reducer"])
         self.cycle = Cycle(**state["cycle"])
         self.plateau = Plateau(**state["plateau"])
         self.loss_sum = state["loss_sum"]
@@ -213,16 +234,12 @@ class DASO(Strategy):
             setattr(self, name, state["counts"][name])
 
 
-COUNTS = ("epoch", "batch", "batches_in_flight", "rail", "is_in_sync", "node_ranks_differ")  # in a saved state
-
-
-def _nodes(comm: Comm, ranks_per_node: int | None) -> list[list[int]]:
-    """The ranks of each node."""
-    if ranks_per_node is None:
-        nodes = ranks_by_node(comm)
-    else:
-        nodes = equal_groups(comm, ranks_per_node, "daso: ranks_per_node")
-    if len(nodes) == 1:
-        advice = f"more than {ranks_per_node} ranks make" if ranks_per_node else "ranks_per_node=… makes"
-        say(f"daso: all ranks are on one node, so this is data_parallel; {advice} several nodes", comm.rank)
-    return nodes
+COUNTS = (
+    "epoch",
+    "batch",
+    "batches_in_flight",
+    "rail",
+    "sees_losses",
+    "is_in_sync",
+    "node_ranks_differ",
+)  # in a saved state

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from thinwire.comm.base import Comm
+from thinwire.common.messages import say
 from thinwire.errors import UsageError
 
 
@@ -22,6 +23,18 @@ def equal_groups(comm: Comm, size: int, option: str) -> list[list[int]]:
             "or leave it out: groups may then be of unequal size"
         )
     return [list(range(r, min(r + size, comm.size))) for r in range(0, comm.size, size)]
+
+
+def choose_nodes(comm: Comm, ranks_per_node: int | None) -> list[list[int]]:
+    """The ranks of each node of `daso`: those of one machine, or so many."""
+    if ranks_per_node is None:
+        nodes = ranks_by_node(comm)
+    else:
+        nodes = equal_groups(comm, ranks_per_node, "daso: ranks_per_node")
+    if len(nodes) == 1:
+        advice = f"more than {ranks_per_node} ranks make" if ranks_per_node else "ranks_per_node=… makes"
+        say(f"daso: all ranks are on one node, so this is data_parallel; {advice} several nodes", comm.rank)
+    return nodes
 
 
 def first_alike(kinds: Sequence[Hashable]) -> list[int]:

@@ -13,7 +13,7 @@ from thinwire.comm.base import Comm
 from thinwire.comm.collectives import coalesced
 from thinwire.common.dtypes import is_averaged, refuse_meta
 from thinwire.common.messages import say
-from thinwire.common.tensors import named_persistent_buffers
+from thinwire.common.tensors import local_part, named_persistent_buffers
 from thinwire.surgery.memory_format import usual_copy
 from thinwire.surgery.moments import OptimizerState, states_by_name
 
@@ -36,7 +36,7 @@ def replicate(model: nn.Module, comm: Comm) -> None:
         return
     if not comm.is_dry:
         refuse_meta(model)
-    tensors = [*model.parameters(), *model.buffers()]
+    tensors = [local_part(t) for t in (*model.parameters(), *model.buffers())]
     before = [t.detach().clone() for t in tensors]
     with comm.ledger.purpose("start", instead_of="train"):
         coalesced(tensors, comm.broadcast)

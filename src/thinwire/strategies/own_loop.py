@@ -1,0 +1,182 @@
+"""rounds: local SGD, DiLoCo and DASO in a loop that is not ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire import registry
+from thinwire.comm.base import Comm
+from thinwire.comm.collectives import all_gather_json
+from thinwire.comm.join import comm_like, default_group, is_single_process
+from thinwire.comm.ledger import Ledger
+from thinwire.comm.sharding import between_replicas, is_sharded, replica_ranks, reshard
+from thinwire.common.dtypes import refuse_unfit
+from thinwire.common.messages import say
+from thinwire.errors import UsageError
+from thinwire.spec import parse
+from thinwire.strategies.learner import Recipe
+from thinwire.strategies.rounds import InRounds
+
+
+class AttachedRounds:
+    """The rounds of a model that a loop of yours trains.
+
+    Save its `state_dict` of every rank, with the model and the optimizer of every rank: between two rounds they differ.
+    """
+
+    def __init__(self, model: nn.Module, strategy: InRounds, spec: str, comm: Comm | None) -> None:
+        self._sharded = model if is_sharded(model) else nn.Module()
+        self._strategy, self._spec, self._own_comm = strategy, spec, comm
+
+    @property
+    def ledger(self) -> Ledger:
+        """What was sent."""
+        comm: Comm = self._strategy.comm  # type: ignore[attr-defined]
+        return comm.ledger
+
+    def after_step(self, loss: Tensor | None = None) -> None:
+        """Call it after each step of your optimizer: it averages parameters if a round ends. Collective.
+
+        `daso` exchanges more often when the loss stops improving; without the loss it does not change its period.
+        """
+        reshard(self._sharded)
+        self._strategy.after_step(loss)
+
+    def together(self) -> None:
+        """Make all ranks equal, for a test, a checkpoint to share, or the end of an epoch. Collective.
+
+        A new round begins. `daso` takes this for the end of an epoch.
+        """
+        reshard(self._sharded)
+        self._strategy.end_epoch()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state; every rank has its own."""
+        return {**self._identity(), "rounds": self._strategy.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state; load the model and the optimizer of the same rank and step, too."""
+        for what, here in self._identity().items():
+            if state.get(what) != here:
+                raise UsageError(
+                    f"the state is of {what} {state.get(what)}, and this is {what} {here}; load the one that fits"
+                )
+        self._strategy.load_state_dict(state["rounds"])
+
+    def _identity(self) -> dict[str, Any]:
+        comm: Comm = self._strategy.comm  # type: ignore[attr-defined]
+        return {"strategy": self._spec, "rank": f"{comm.rank} of {comm.size}"}
+
+    def close(self) -> None:
+        """End the communication threads and groups, as the end of the process does."""
+        if self._own_comm is not None:
+            self._own_comm.close()
+
+
+class NoRounds(AttachedRounds):
+    """The rounds of a single process: there is nobody to meet."""
+
+    def __init__(self) -> None:
+        self._ledger = Ledger()
+
+    @property
+    def ledger(self) -> Ledger:
+        return self._ledger
+
+    def after_step(self, loss: Tensor | None = None) -> None:
+        pass
+
+    def together(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            raise UsageError(f"the state is of rank {state.get('rank')}, and this is a single process")
+
+    def close(self) -> None:
+        pass
+
+
+def rounds(  # long: an example
+    model: nn.Module, spec: str, *, comm: Comm | None = None, epochs: int | None = None
+) -> AttachedRounds:
+    """Average the parameters of ranks that train separately, now and then; your loop stays as it is.
+
+    Call it on every rank, after the model is on its device and before the first step. Then `after_step()` follows each
+    step of your optimizer, and `together()` comes before everything for which ranks must be equal. It never sees the
+    loss, so scalers, schedulers, parameter groups, several optimizers and torch.compile work as before. The model is
+
+    - a plain module: every rank is a replica;
+    - a DistributedDataParallel over the ranks of a node: one rank of each node exchanges, the others get the result;
+    - sharded by fully_shard over the ranks of a node: each rank exchanges its own rows.
+
+    `comm` is the world of `tw.join()`, by default torch's default process group; `epochs` is for `daso`. In a single
+    process there is nothing to average, and it says so.
+
+    >>> import torch, thinwire as tw
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> with tw.join() as comm:
+    ...     rounds = tw.rounds(model, "diloco(every=2)", comm=comm)
+    ...     for _ in range(4):
+    ...         model(torch.ones(3, 4)).sum().backward()
+    ...         optimizer.step()
+    ...         rounds.after_step()
+    ...     rounds.together()
+
+    Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; Douillard et al., "DiLoCo", 2023; Coquelin et
+    al., "DASO", 2022.
+    """
+    named = parse(spec)
+    if not issubclass(registry.load("strategies", named.name), InRounds):
+        possible = [
+            name for name in registry.TABLE["strategies"] if issubclass(registry.load("strategies", name), InRounds)
+        ]
+        raise UsageError(
+            f"rounds: {named.name} does not work in rounds; possible: {', '.join(possible)}. Other strategies are for "
+            "tw.prepare, and reducers of gradients for tw.attach"
+        )
+    model = getattr(model, "_orig_mod", model)  # torch.compile(model) holds it
+    plain = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    refuse_unfit(plain, "rounds")
+    if is_single_process() if comm is None else comm.size == 1:
+        registry.check("strategies", spec)
+        say("rounds: a single process, so there is nothing to average", 0, once=True)
+        return NoRounds()
+    own = comm_like(default_group(), next(plain.parameters()).device) if comm is None else None
+    recipe = Recipe(_no_loss, _no_optimizer, epochs=epochs, own_loop=True)
+    strategy = _on_replicas(model, plain, spec, recipe, comm or own)  # type: ignore[arg-type]
+    return AttachedRounds(plain, strategy, str(named), own)
+
+
+def _on_replicas(model: nn.Module, plain: nn.Module, spec: str, recipe: Recipe, world: Comm) -> InRounds:
+    """The strategy for a model whose replicas are ranks, or groups of ranks that a DDP or fully_shard made."""
+    if is_sharded(model):
+        sharded: InRounds = registry.build("strategies", spec, plain, recipe, between_replicas(model, world))
+        return sharded
+    mine = replica_ranks(model, world)
+    with world.ledger.purpose("start"):
+        replicas = [list(ranks) for ranks in sorted({tuple(ranks) for ranks in all_gather_json(world, mine)})]
+    if len(replicas) == 1 and len(mine) > 1:
+        raise UsageError(
+            f"rounds: all {world.size} ranks train one replica (they exchange gradients in every step), so there is "
+            "nothing to average; make the DDP of the ranks of one node"
+        )
+    whole: InRounds = registry.build("strategies", spec, plain, recipe, world.split([range(world.size)], world.link))
+    if len(mine) > 1:
+        whole.use_replicas(replicas)
+    return whole
+
+
+def _no_loss(output: Any, targets: Tensor) -> Tensor:
+    raise AssertionError("the caller computes losses")
+
+
+def _no_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    raise AssertionError("the caller has an optimizer")
