@@ -50,27 +50,20 @@ def batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return text[:, :-1], text[:, 1:]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--reducer", default="mean")
-    parser.add_argument("--rounds", default="")
-    args = parser.parse_args()
-    dist.init_process_group("gloo")
+def train(nodes: int, steps: int, reducer: str, rounds_spec: str) -> tuple[list[float], bool, int]:
+    """Returns this rank's losses, whether all ranks have ended with the same weights, and the bytes between nodes."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (args.nodes, ranks // args.nodes), mesh_dim_names=("nodes", "shards"))
-
+    mesh = init_device_mesh("cpu", (nodes, ranks // nodes), mesh_dim_names=("nodes", "shards"))
     model = make_model()
     for block in model:
         fully_shard(block, mesh=mesh["shards"])
     fully_shard(model, mesh=mesh["shards"])
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-    rounds = tw.rounds(model, args.rounds) if args.rounds else None
-    exchange = rounds or tw.attach(model, args.reducer)
+    rounds = tw.rounds(model, rounds_spec) if rounds_spec else None
+    exchange = rounds or tw.attach(model, reducer)
 
-    generator = torch.Generator().manual_seed(rank)
-    for step in range(args.steps):
+    generator, losses = torch.Generator().manual_seed(rank), []
+    for step in range(steps):
         inputs, targets = batch(generator)
         loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()
@@ -79,8 +72,9 @@ def main() -> None:
         optimizer.zero_grad()
         if rounds:
             rounds.after_step()
+        losses.append(loss.item())
         if rank == 0 and step % 10 == 9:
-            print(f"step {step + 1}: loss {loss.item():.3f}", flush=True)
+            print(f"step {step + 1}: loss {losses[-1]:.3f}", flush=True)
     if rounds:
         rounds.together()
 
@@ -89,10 +83,21 @@ def main() -> None:
     dist.all_gather(everywhere, weights)
     sent = torch.tensor(sum(row["wire_bytes"] for row in exchange.ledger.rows() if row["purpose"] == "train"))
     dist.all_reduce(sent)
-    if rank == 0:
-        equal = all(torch.equal(weights, other) for other in everywhere)
-        print(f"ranks are {'equal' if equal else 'NOT equal'}; {int(sent):,} bytes between nodes", flush=True)
     exchange.close()
+    return losses, all(torch.equal(weights, other) for other in everywhere), int(sent)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--reducer", default="mean")
+    parser.add_argument("--rounds", default="")
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    _, are_equal, sent = train(args.nodes, args.steps, args.reducer, args.rounds)
+    if dist.get_rank() == 0:
+        print(f"ranks are {'equal' if are_equal else 'NOT equal'}; {sent:,} bytes between nodes", flush=True)
     dist.destroy_process_group()
 
 
