@@ -1,0 +1,132 @@
+"""Lightning: a Trainer whose ranks exchange gradients with a reducer, or parameters in rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch.optim import Optimizer
+
+import thinwire as tw
+from thinwire.errors import UsageError
+from thinwire.exchange.attach import Attached
+from thinwire.integrations.rank_files import load_rank, rank_folder, remove_rank, save_rank
+from thinwire.strategies.own_loop import AttachedRounds
+
+
+class _WithRankFiles(DDPStrategy):
+    """A DDPStrategy whose ranks keep a file each beside Lightning's checkpoint, which has rank 0's optimizer alone."""
+
+    def __init__(self, spec: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.spec = spec
+        self._loaded_from: Path | None = None
+
+    def rank_state(self) -> dict[str, Any]:
+        """What this rank needs to go on exactly, besides Lightning's checkpoint."""
+        raise NotImplementedError
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        """Go on from what this rank kept."""
+        raise NotImplementedError
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if "optimizer_states" in checkpoint:  # else it has the model alone
+            save_rank(rank_folder(filepath), self.global_rank, self.world_size, self.rank_state())
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        self._loaded_from = Path(checkpoint_path)
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if self._loaded_from is not None:
+            self.load_rank_state(load_rank(rank_folder(self._loaded_from), self.global_rank, self.world_size))
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        super().remove_checkpoint(filepath)
+        remove_rank(rank_folder(filepath), self.global_rank)
+
+
+class AttachStrategy(_WithRankFiles):
+    """DDP whose gradients are exchanged with one of thinwire's reducers, on CPUs and GPUs.
+
+    trainer = lightning.Trainer(strategy=AttachStrategy("error_feedback(maxnorm(bits=4))"), devices=2)
+
+    Other options are those of Lightning's DDPStrategy.
+    """
+
+    exchange: Attached
+
+    def configure_ddp(self) -> None:
+        """Wrap the model in DDP, and attach to that."""
+        super().configure_ddp()
+        assert isinstance(self.model, nn.parallel.DistributedDataParallel)
+        self.exchange = tw.attach(self.model, self.spec, scaler=getattr(self.precision_plugin, "scaler", None))
+
+    def rank_state(self) -> dict[str, Any]:
+        return {"exchange": self.exchange.state_dict()}
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        self.exchange.load_state_dict(state["exchange"])
+
+
+class RoundsStrategy(_WithRankFiles):
+    """Ranks train separately and average their parameters in rounds: local_sgd, diloco or daso.
+
+    trainer = lightning.Trainer(strategy=RoundsStrategy("diloco(every=16)"), devices=2)
+
+    Ranks also meet before a validation, before a checkpoint and when training ends, so what is tested and saved is the
+    whole model. A step counts when the last of the module's optimizers has made it.
+    """
+
+    rounds: AttachedRounds
+
+    def __init__(self, spec: str, epochs: int | None = None, **options: Any) -> None:
+        super().__init__(spec, **options)
+        self.epochs = epochs
+
+    def configure_ddp(self) -> None:
+        """Wrap nothing: gradients are not exchanged."""
+        assert isinstance(self.model, LightningModule)
+        if self._ddp_kwargs:
+            raise UsageError(
+                f"RoundsStrategy: {', '.join(self._ddp_kwargs)} given, but there is no DDP; leave them out"
+            )
+        self.rounds = tw.rounds(self.model, self.spec, epochs=self.epochs)
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
+    ) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if optimizer is self.optimizers[-1]:
+            self.rounds.after_step()
+        return output
+
+    def on_validation_start(self) -> None:
+        self._meet()
+
+    def on_train_end(self) -> None:
+        self._meet()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model that all ranks agree on. Collective, as Lightning's saving of checkpoints is."""
+        self._meet()
+        return super().lightning_module_state_dict()
+
+    def _meet(self) -> None:
+        if hasattr(self, "rounds"):  # not in trainer.validate
+            self.rounds.together()
+
+    def rank_state(self) -> dict[str, Any]:
+        return {"rounds": self.rounds.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers]}
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(own)
+        self.rounds.load_state_dict(state["rounds"])
