@@ -110,8 +110,41 @@ def test_mixed_precision(process_world: ProcessWorlds, reduce_dtype: torch.dtype
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)
 
 
+def beginning(comm: Comm, case: str) -> bool:
+    """Begin in unusual ways; returns whether all ranks have the same weights after a few steps."""
+    torch.manual_seed(comm.rank if case == "other weights" else 0)
+    model: Any = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 1), nn.Linear(1, 3))  # a layer of one row
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh_of(1))
+    fully_shard(model, mesh=mesh_of(1))
+    if case == "after a forward pass":
+        model(torch.ones(2, 6))
+    attached = tw.attach(model, FEEDBACK)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in batches(3, 8, seed=comm.rank):
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    attached.close()
+    mine = torch.cat([t.flatten() for t in whole(model).values()])
+    return all(torch.equal(mine, other) for other in comm.all_gather(mine))
+
+
+@pytest.mark.parametrize("case", ["few rows", "other weights", "after a forward pass"])
+def test_nodes_are_equal_however_they_begin(process_world: ProcessWorlds, case: str) -> None:
+    assert all(process_world.run(beginning, 4, case))
+
+
 def refused(comm: Comm, case: str) -> str:
     model = sharded(2 if case == "two dimensions" else 1)
+    if case in ("state of another shard", "unfrozen"):
+        model[0].requires_grad_(case != "unfrozen")
+        attached = tw.attach(model, FEEDBACK)
+        state = all_states(comm, attached)
+        with pytest.raises((tw.UsageError, tw.RunError)) as wrong:
+            attached.load_state_dict(state) if case != "unfrozen" else _train_unfrozen(model)
+        attached.close()
+        return str(wrong.value)
     if case == "unused":
         attached, layer = tw.attach(model, "mean"), model[0]
         layer.forward = lambda x: nn.functional.linear(x, layer.weight)  # the bias gets no gradient
@@ -129,9 +162,23 @@ def refused(comm: Comm, case: str) -> str:
     return str(error.value)
 
 
+def all_states(comm: Comm, attached: Any) -> dict[str, Any]:
+    """The state of the other rank of this node: its tensors have the same shapes."""
+    state = copy.deepcopy(attached.state_dict())
+    state["rank"] = f"{comm.rank ^ 1} of {comm.size}"
+    return state
+
+
+def _train_unfrozen(model: nn.Module) -> None:
+    model.requires_grad_(True)
+    model(torch.ones(2, 6)).sum().backward()
+
+
 @pytest.mark.parametrize(
     ("case", "message"),
     [
+        ("state of another shard", "the state is of rank"),
+        ("unfrozen", "was frozen or unfrozen after attach"),
         ("two dimensions", 'fully_shard(module, mesh=mesh["shards"])'),
         ("plain", "wrap the model in DistributedDataParallel first, or shard it by fully_shard"),
         ("twice", "it takes one for its whole life"),

@@ -239,6 +239,64 @@ def test_each_rank_sends_its_own_rows_or_one_rank_of_a_node_sends_for_all(proces
     assert max(sharded) < 0.6 * max(together)
 
 
+def in_unequal_nodes(comm: Comm) -> bool:
+    """Nodes of two ranks and of one, each with a DDP."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2])]
+    net = DistributedDataParallel(model(), process_group=groups[comm.rank // 2])
+    rounds, optimizer = tw.rounds(net, "local_sgd(every=2)"), torch.optim.SGD(net.parameters(), 0.1)
+    for batch in batches(3, 8, seed=comm.rank):
+        take_step(net, optimizer, batch)
+        rounds.after_step()
+    rounds.together()
+    rounds.close()
+    return are_equal(comm, net)
+
+
+def are_equal(comm: Comm, net: nn.Module) -> bool:
+    tensors = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in net.state_dict().values()]
+    mine = torch.cat([t.detach().flatten().float() for t in tensors])
+    return all(torch.equal(mine, other) for other in comm.all_gather(mine))
+
+
+def test_nodes_may_have_unequal_numbers_of_ranks(process_world: ProcessWorlds) -> None:
+    assert all(process_world.run(in_unequal_nodes, 3))
+
+
+def with_statistics(comm: Comm) -> tuple[bool, str]:
+    """Shards of a model with BatchNorm that has run before, and daso's defaults; then parameters are unfrozen."""
+    net: Any = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    net[2].weight.requires_grad_(False)
+    fully_shard(net, mesh=node_mesh(comm))
+    net(torch.ones(2, 6))
+    rounds, optimizer = tw.rounds(net, "daso", epochs=9), torch.optim.SGD(net.parameters(), 0.1)
+    for batch in batches(3, 8, seed=comm.rank):
+        rounds.after_step(take_step(net, optimizer, batch).item())
+    rounds.together()
+    equal = are_equal(comm, net)
+    net[2].weight.requires_grad_(True)
+    with pytest.raises(tw.UsageError) as error:
+        rounds.after_step()
+    rounds.close()
+    return equal, str(error.value)
+
+
+def test_statistics_of_shards_are_averaged_and_unfrozen_parameters_refused(process_world: ProcessWorlds) -> None:
+    for equal, message in process_world.run(with_statistics, 4):
+        assert equal
+        assert "some were frozen or unfrozen" in message
+
+
+def closed_again(comm: Comm) -> int:
+    for _ in range(3):
+        tw.rounds(model(), "local_sgd", comm=comm).close()
+    return len(comm.subgroups)
+
+
+@worlds(threads=[2], processes=[2])
+def test_rounds_that_are_closed_leave_no_group(world: World, ranks: int) -> None:
+    assert world(closed_again, ranks) == [0, 0]
+
+
 # ---- refusals
 
 
@@ -252,6 +310,17 @@ def refused(comm: Comm, case: str) -> str:
         net = fully_shard(net, mesh=mesh)
     elif case == "other nodes":
         net, spec = DistributedDataParallel(net, process_group=mesh["shards"].get_group()), "daso(ranks_per_node=1)"
+    elif case == "few rows":
+        net = nn.Sequential(nn.Linear(6, 1, bias=False), nn.Linear(1, 3, bias=False))
+        net, spec = fully_shard(net, mesh=mesh["shards"]), "diloco(fragments=2)"
+    elif case == "another shard":
+        net = fully_shard(net, mesh=mesh["shards"])
+        rounds = tw.rounds(net, "local_sgd(every=2)")
+        state = {**rounds.state_dict(), "rank": f"{comm.rank ^ 1} of {comm.size}"}
+        with pytest.raises(tw.UsageError) as error:
+            rounds.load_state_dict(state)
+        rounds.close()
+        return str(error.value)
     elif case == "other state":
         state = tw.rounds(model(), "local_sgd(every=2)").state_dict()
         with pytest.raises(tw.UsageError) as error:
@@ -268,6 +337,8 @@ def refused(comm: Comm, case: str) -> str:
         ("one replica", "all 4 ranks train one replica"),
         ("two dimensions", r'fully_shard\(module, mesh=mesh\["shards"\]\)'),
         ("other nodes", r"those that exchange gradients are \[\[0, 1\], \[2, 3\]\]"),
+        ("few rows", r"fragments=2, but the model has 1 parameter tensors"),
+        ("another shard", r"the state is of rank . of 4, and this is rank . of 4"),
         ("other state", r"the state is of strategy local_sgd\(every=2\)"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -97,6 +98,7 @@ class ProcessComm(Comm):
         """
         if self.closed:
             return
+        atexit.unregister(self.close)
         self.thread.close()
         if self._second_lane is not None:
             self._second_lane.thread.close()

@@ -21,7 +21,15 @@ from thinwire.errors import UsageError
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether fully_shard has divided the model's parameters."""
-    return any(isinstance(p, DTensor) for p in model.parameters())
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device that computes; parameters that fully_shard offloads are on the CPU meanwhile."""
+    kinds = {p.device_mesh.device_type for p in model.parameters() if isinstance(p, DTensor)}
+    if "cuda" in kinds:
+        return torch.device("cuda", torch.cuda.current_device())
+    return next(model.parameters()).device
 
 
 def replica_ranks(model: nn.Module, comm: Comm) -> list[int]:
@@ -29,6 +37,8 @@ def replica_ranks(model: nn.Module, comm: Comm) -> list[int]:
     if isinstance(model, DistributedDataParallel):
         return _in_comm(dist.get_process_group_ranks(model.process_group), comm, "the DDP's process group")
     meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
+    if meshes and not is_sharded(model):
+        raise UsageError("the parameters are divided by something else than fully_shard, which is not supported")
     if not meshes:
         return [comm.rank]
     if len(meshes) > 1 or next(iter(meshes)).ndim != 1:
@@ -91,20 +101,28 @@ class ShardGroup(NamedTuple):
 
 
 def shard_groups(model: nn.Module) -> list[ShardGroup]:
-    """The FSDP modules in a model that have parameters to train."""
+    """The groups of a model's parameters, some of which may have nothing to train."""
     names = {id(p): name for name, p in model.named_parameters()}
-    found = []
+    found, seen = [], []
     for path, module in model.named_modules():
-        if not isinstance(module, FSDPModule):
+        if (
+            not isinstance(module, FSDPModule) or module._get_fsdp_state() in seen
+        ):  # fully_shard([a, b]) makes one state
             continue
-        groups: list[Any] = module._get_fsdp_state()._fsdp_param_groups
+        seen.append(module._get_fsdp_state())
+        groups: list[Any] = seen[-1]._fsdp_param_groups
         if len(groups) > 1:
             raise UsageError(
                 f"attach: {path or 'the model'} has {len(groups)} parameter groups; possible: 1, of one mesh"
             )
         parts = [_rows(names, p) for group in groups for p in group.fsdp_params if p.sharded_param.requires_grad]
-        if parts:
+        if groups:
             found.append(ShardGroup(module, parts))
+    sharded = {part.name for group in found for part in group.parts}
+    if others := sorted({name for name, p in model.named_parameters() if p.requires_grad} - sharded):
+        raise UsageError(
+            f"attach: {others[0]} is not sharded by fully_shard; call fully_shard(model) for the whole model, too"
+        )
     return found
 
 

@@ -14,8 +14,8 @@ from thinwire.comm.base import Comm
 from thinwire.comm.join import comm_like, default_group, is_single_process
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.process import ProcessComm
-from thinwire.comm.sharding import between_replicas, is_sharded
-from thinwire.common.dtypes import refuse_unfit
+from thinwire.comm.sharding import between_replicas, device_of, is_sharded, reshard
+from thinwire.common.dtypes import refuse_meta, refuse_unfit
 from thinwire.common.messages import say
 from thinwire.errors import UsageError
 from thinwire.exchange.overlapped import Overlapped
@@ -42,7 +42,7 @@ class Attached:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, tensors by parameter name; every rank has its own."""
-        return {**self._identity(), "reducer": self._exchange.states}
+        return {**self._identity(), "reducer": [dict(state) for state in self._exchange.states]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state; refused if it is of another model, reducer or bucket size."""
@@ -53,7 +53,7 @@ class Attached:
         self._exchange.states = load_states(self._exchange.states, state["reducer"])
 
     def _identity(self) -> dict[str, Any]:
-        comm = self._exchange.comm
+        comm = self._own_comm
         return {"reducer spec": self._spec, "rank": f"{comm.rank} of {comm.size}", "buckets": self._exchange.buckets}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -94,9 +94,9 @@ def attach(  # long: an example
     The model is a DistributedDataParallel, whose gradients are exchanged between all ranks, or one that fully_shard has
     divided over the ranks of a node: then gradients are exchanged between nodes. Call it on every rank, after making
     that and before the first step. `no_sync` (set_requires_gradient_sync), clipping, unused parameters, torch.compile
-    (of the DDP, or of the model in it) and any optimizer work as before. With a GradScaler, give it here: its scale
-    changes, and what a reducer keeps from step to step must not be counted in it. In a single process a plain model
-    will do: nothing is exchanged, and it says so. `bucket_mb` is for a DDP; a sharded model has its own groups.
+    (of the DDP, or of the model in it) and any optimizer work as before. If a DDP trains with a GradScaler, give it
+    here: its scale changes, and what a reducer keeps from step to step must not be counted in it. In a single process a
+    plain model will do: nothing is exchanged, and it says so. `bucket_mb` is for a DDP; shards have their own groups.
 
     >>> import os, torch, torch.distributed as dist, thinwire as tw
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -117,15 +117,30 @@ def attach(  # long: an example
         return NotAttached()
     _refuse_model(model)
     scale = None if scaler is None else scaler.get_scale
+    if scaler is not None and is_sharded(model):
+        raise UsageError(
+            "attach: scaler given, but sharded models have none here; compute in bfloat16, which needs none"
+        )
     if isinstance(model, DistributedDataParallel):
         comm = comm_like(model.process_group, next(model.parameters()).device)
         exchange: Overlapped | ShardedGradients = _attach_ddp(model, reducer, comm, bucket_mb, scale)
     else:
-        comm = comm_like(default_group(), next(model.parameters()).device)
-        exchange = ShardedGradients(model, reducer, between_replicas(model, comm), scale)
+        exchange, comm = _attach_shards(model, reducer)
     attached = Attached(exchange, str(parse(spec)), comm)
     model._thinwire = attached  # lives as long as the model, whose hook does not keep it
     return attached
+
+
+def _attach_shards(model: nn.Module, reducer: Reducer) -> tuple[ShardedGradients, ProcessComm]:
+    reshard(model)
+    refuse_unfit(model, "attach")
+    refuse_meta(model)
+    comm = comm_like(default_group(), device_of(model))
+    try:
+        return ShardedGradients(model, reducer, between_replicas(model, comm)), comm
+    except UsageError:
+        comm.close()
+        raise
 
 
 def _attach_ddp(
@@ -148,7 +163,7 @@ def _refuse_model(model: Any) -> None:
             "fully_shard"
         )
     if getattr(model, "_thinwire", None) is not None:
-        raise UsageError("attach: this DDP has, or had, an exchange; it takes one for its whole life. Make a new DDP")
+        raise UsageError("attach: this model has, or had, an exchange; it takes one for its whole life. Make a new one")
     if is_ddp:
         refuse_unfit(model.module, "attach", model.parameters_to_ignore)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
@@ -139,6 +140,7 @@ class DASO(InRounds):
         if not self.is_in_sync:
             self._sync()
         self._adapt_cycle()
+        self.sees_losses = True
         self.epoch, self.batch = self.epoch + 1, 0
         self.loss_sum = torch.zeros((), dtype=torch.float64)
 
@@ -183,10 +185,12 @@ class DASO(InRounds):
 
     def _adapt_cycle(self) -> None:
         """Exchange more often if the loss has stopped improving. All ranks see the same mean loss, so they agree."""
-        if not self.is_cycling or not self.sees_losses:
+        if not self.is_cycling:
             return
         with self.comm.ledger.purpose("sync"):
-            loss = float(self.comm.mean(self.loss_sum / self.batch))
+            loss = float(self.comm.mean(self.loss_sum / self.batch if self.sees_losses else self.loss_sum * torch.nan))
+        if math.isnan(loss):  # some rank was not told
+            return
         self.plateau = self.plateau.after(loss, self.stability)
         if self.plateau.is_stable:
             self.cycle = self.cycle.after_plateau(self.max_global_skips)

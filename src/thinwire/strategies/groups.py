@@ -27,7 +27,9 @@ def equal_groups(comm: Comm, size: int, option: str) -> list[list[int]]:
 
 def choose_nodes(comm: Comm, ranks_per_node: int | None) -> list[list[int]]:
     """The ranks of each node of `daso`: those of one machine, or so many."""
-    if ranks_per_node is None:
+    if comm.link == "between":  # shards of nodes, which are each other's peers
+        nodes = [[rank] for rank in range(comm.size)]
+    elif ranks_per_node is None:
         nodes = ranks_by_node(comm)
     else:
         nodes = equal_groups(comm, ranks_per_node, "daso: ranks_per_node")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,12 +13,13 @@ from thinwire.comm.base import Comm
 from thinwire.comm.collectives import all_gather_json
 from thinwire.comm.join import comm_like, default_group, is_single_process
 from thinwire.comm.ledger import Ledger
-from thinwire.comm.sharding import between_replicas, is_sharded, replica_ranks, reshard
+from thinwire.comm.sharding import between_replicas, device_of, is_sharded, replica_ranks, reshard
 from thinwire.common.dtypes import refuse_unfit
 from thinwire.common.messages import say
 from thinwire.errors import UsageError
 from thinwire.spec import parse
 from thinwire.strategies.learner import Recipe
+from thinwire.strategies.replicas import average_buffers
 from thinwire.strategies.rounds import InRounds
 
 
@@ -27,31 +29,44 @@ class AttachedRounds:
     Save its `state_dict` of every rank, with the model and the optimizer of every rank: between two rounds they differ.
     """
 
-    def __init__(self, model: nn.Module, strategy: InRounds, spec: str, comm: Comm | None) -> None:
-        self._sharded = model if is_sharded(model) else nn.Module()
-        self._strategy, self._spec, self._own_comm = strategy, spec, comm
+    def __init__(self, model: nn.Module, strategy: InRounds, spec: str, world: Comm, close: Callable[[], None]) -> None:
+        self._model, self._is_sharded, self._trained = model, is_sharded(model), _trained(model)
+        self._strategy, self._spec, self._world, self._close = strategy, spec, world, close
 
     @property
     def ledger(self) -> Ledger:
         """What was sent."""
-        comm: Comm = self._strategy.comm  # type: ignore[attr-defined]
-        return comm.ledger
+        return self._world.ledger
 
-    def after_step(self, loss: Tensor | None = None) -> None:
+    def after_step(self, loss: Tensor | float | None = None) -> None:
         """Call it after each step of your optimizer: it averages parameters if a round ends. Collective.
 
         `daso` exchanges more often when the loss stops improving; without the loss it does not change its period.
         """
-        reshard(self._sharded)
-        self._strategy.after_step(loss)
+        self._prepare_exchange()
+        self._strategy.after_step(None if loss is None else torch.as_tensor(loss).detach())
 
     def together(self) -> None:
         """Make all ranks equal, for a test, a checkpoint to share, or the end of an epoch. Collective.
 
         A new round begins. `daso` takes this for the end of an epoch.
         """
-        reshard(self._sharded)
+        self._prepare_exchange()
         self._strategy.end_epoch()
+        if self._is_sharded:  # a rail has averaged its own statistics alone
+            average_buffers(self._model, self._world)
+
+    def _prepare_exchange(self) -> None:
+        if self._is_sharded:
+            reshard(self._model)
+        now = _trained(self._model)
+        if len(now) != len(self._trained) or any(
+            one is not other for one, other in zip(now, self._trained, strict=True)
+        ):
+            raise UsageError(
+                "rounds: the parameters to train are others than in the beginning (some were frozen or unfrozen, or "
+                "replaced, as load_state_dict(assign=True) does); close these rounds and call tw.rounds again"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state; every rank has its own."""
@@ -67,13 +82,11 @@ class AttachedRounds:
         self._strategy.load_state_dict(state["rounds"])
 
     def _identity(self) -> dict[str, Any]:
-        comm: Comm = self._strategy.comm  # type: ignore[attr-defined]
-        return {"strategy": self._spec, "rank": f"{comm.rank} of {comm.size}"}
+        return {"strategy": self._spec, "rank": f"{self._world.rank} of {self._world.size}"}
 
     def close(self) -> None:
         """End the communication threads and groups, as the end of the process does."""
-        if self._own_comm is not None:
-            self._own_comm.close()
+        self._close()
 
 
 class NoRounds(AttachedRounds):
@@ -86,7 +99,7 @@ class NoRounds(AttachedRounds):
     def ledger(self) -> Ledger:
         return self._ledger
 
-    def after_step(self, loss: Tensor | None = None) -> None:
+    def after_step(self, loss: Tensor | float | None = None) -> None:
         pass
 
     def together(self) -> None:
@@ -144,22 +157,37 @@ def rounds(  # long: an example
         )
     model = getattr(model, "_orig_mod", model)  # torch.compile(model) holds it
     plain = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    if is_sharded(plain):
+        reshard(plain)
     refuse_unfit(plain, "rounds")
     if is_single_process() if comm is None else comm.size == 1:
         registry.check("strategies", spec)
         say("rounds: a single process, so there is nothing to average", 0, once=True)
         return NoRounds()
-    own = comm_like(default_group(), next(plain.parameters()).device) if comm is None else None
+    world: Comm = comm_like(default_group(), device_of(plain)) if comm is None else comm
+    before = world.subgroups
+
+    def close() -> None:
+        world.close_subgroups([group for group in world.subgroups if group not in before])
+        if comm is None:
+            world.close()
+
     recipe = Recipe(_no_loss, _no_optimizer, epochs=epochs, own_loop=True)
-    strategy = _on_replicas(model, plain, spec, recipe, comm or own)  # type: ignore[arg-type]
-    return AttachedRounds(plain, strategy, str(named), own)
+    try:
+        return AttachedRounds(plain, _on_replicas(model, plain, spec, recipe, world), str(named), world, close)
+    except UsageError:
+        close()
+        raise
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
 
 
 def _on_replicas(model: nn.Module, plain: nn.Module, spec: str, recipe: Recipe, world: Comm) -> InRounds:
     """The strategy for a model whose replicas are ranks, or groups of ranks that a DDP or fully_shard made."""
     if is_sharded(model):
-        sharded: InRounds = registry.build("strategies", spec, plain, recipe, between_replicas(model, world))
-        return sharded
+        return _agreed(spec, plain, recipe, between_replicas(model, world), world)
     mine = replica_ranks(model, world)
     with world.ledger.purpose("start"):
         replicas = [list(ranks) for ranks in sorted({tuple(ranks) for ranks in all_gather_json(world, mine)})]
@@ -168,10 +196,24 @@ def _on_replicas(model: nn.Module, plain: nn.Module, spec: str, recipe: Recipe, 
             f"rounds: all {world.size} ranks train one replica (they exchange gradients in every step), so there is "
             "nothing to average; make the DDP of the ranks of one node"
         )
-    whole: InRounds = registry.build("strategies", spec, plain, recipe, world.split([range(world.size)], world.link))
-    if len(mine) > 1:
-        whole.use_replicas(replicas)
-    return whole
+    made = _agreed(spec, plain, recipe, world.split([range(world.size)], world.link), world)
+    if any(len(ranks) > 1 for ranks in replicas):
+        made.use_replicas(replicas)
+    return made
+
+
+def _agreed(spec: str, model: nn.Module, recipe: Recipe, comm: Comm, world: Comm) -> InRounds:
+    """Make the strategy; UsageError on all ranks if it is one on some, whose shards may be too small."""
+    error = ""
+    try:
+        made: InRounds = registry.build("strategies", spec, model, recipe, comm)
+    except UsageError as refused:
+        error = str(refused)
+    with world.ledger.purpose("start"):
+        errors = [text for text in all_gather_json(world, error) if text]
+    if errors:
+        raise UsageError(errors[0])
+    return made
 
 
 def _no_loss(output: Any, targets: Tensor) -> Tensor:
