@@ -21,7 +21,11 @@ from thinwire import registry
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-UNFIT = ("__main__", "integrations.lightning")  # to be imported here: frameworks change the environment
+UNFIT = (
+    "__main__",
+    "integrations.lightning",
+    "integrations.huggingface",
+)  # to be imported here: frameworks change the environment
 MODULES = [m.name for m in pkgutil.walk_packages(thinwire.__path__, "thinwire.") if not m.name.endswith(UNFIT)]
 
 
