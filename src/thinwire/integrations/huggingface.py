@@ -42,7 +42,7 @@ class _WithRankFiles(TrainerCallback):
         save_rank(self._folder(args, state), args.process_index, args.world_size, self.rank_state())
 
     def _folder(self, args: TrainingArguments, state: TrainerState) -> Path:
-        return Path(args.output_dir, f"checkpoint-{state.global_step}", "thinwire")
+        return Path(args.output_dir or ".", f"checkpoint-{state.global_step}", "thinwire")
 
 
 class AttachCallback(_WithRankFiles):
