@@ -1,5 +1,7 @@
 """The command line: reads arguments and calls what they ask for."""
 
+# long: one function for each command, most of it what --help shows
+
 from __future__ import annotations
 
 import json
@@ -37,6 +39,9 @@ app = App(
 
     # examine this machine, and a slow network that is made on it
     thinwire doctor --ranks 2 --link 100mbit
+
+    # a script of your own on two hosts with a slow link, made on this machine
+    thinwire lab --link 100mbit -- torchrun --nproc-per-node 2 my.py
 
     # list all strategies and their options
     thinwire list strategies
@@ -175,6 +180,24 @@ def doctor(
         Console(highlight=False).print(diagnosis_table(found))
     if found.failed:
         sys.exit(1)
+
+
+@app.command(sort_key=4)
+def lab(
+    *command: Annotated[str, Parameter(help="The command and its arguments, after --.", allow_leading_hyphen=True)],
+    link: Annotated[str, Parameter(help="The link of each host, as 100mbit or 1gbit,10ms.")],
+    nodes: Annotated[int, Parameter(help="Number of hosts; each runs the command once.")] = 2,
+) -> None:
+    """Run a program of your own on hosts that are joined by a slow link, made on this machine.
+
+    ```
+    # a script of yours on two hosts with two ranks each
+    thinwire lab --link 100mbit -- torchrun --nproc-per-node 2 my.py
+    ```
+    """
+    from thinwire.launch.lab import run_in_lab
+
+    sys.exit(run_in_lab(command, nodes, link))
 
 
 @app.command(name="list", sort_key=5)

@@ -25,7 +25,7 @@ Host(**json.loads(sys.argv[1])).enter()
 try:
     os.execvp(sys.argv[2], sys.argv[2:])
 except OSError as error:
-    sys.exit(error.strerror)
+    sys.exit(f"{sys.argv[2]}: {error.strerror}")
 """
 
 
