@@ -100,8 +100,8 @@ def test_in_a_long_run_every_safe_candidate_is_studied(monkeypatch: pytest.Monke
     assert "it would wait 0%" in reason
 
 
-def test_a_short_run_is_not_made_longer_by_more_than_a_twentieth(monkeypatch: pytest.MonkeyPatch) -> None:
-    studied, reason = probed(monkeypatch, waiting=0.9, step_seconds=0.2, study_seconds=0.06)  # a probe of 0.1 s
+def test_a_short_run_is_not_made_longer_by_more_than_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
+    studied, reason = probed(monkeypatch, waiting=0.9, step_seconds=0.2, study_seconds=0.1)  # a probe of 0.18 s
     assert studied == ["data_parallel"]
     assert "too short a run to try more" in reason
 

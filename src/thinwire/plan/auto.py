@@ -38,7 +38,7 @@ CANDIDATES = (REFERENCE, *(f"{REFERENCE}(reducer={reducer})" for reducer in REDU
 QUICK_LINK_SECONDS, QUICK_SECONDS = 0.15, 0.05  # for a first look at the link, and at steps of data_parallel
 LINK_SECONDS, LINK_MEASUREMENTS, STUDY_SECONDS = 0.5, 3, 0.2  # at most: for the link, and for each other candidate
 FEWEST_BYTES = 2**18  # of the largest message of a first look
-PROBE_SHARE = 0.05  # that the probe may take of the time of a run with data_parallel
+PROBE_SHARE, WAITING_SHARE = 0.05, 0.1  # that the probe may take of a run with data_parallel, and of its waiting
 WORTH = 0.8  # a candidate must take at most this share of data_parallel's time: forecasts may be off by so much
 
 
@@ -47,10 +47,10 @@ class Auto(Strategy):
 
     The first step begins with a probe: the link between nodes, and a few steps of data_parallel on a copy of the model.
     If data_parallel waits for less than a fifth of its time, it is taken. Otherwise the probe goes on with the other
-    candidates, as long as it takes at most a twentieth of the run's time with data_parallel. Candidates lost at most
-    `loss_allowed` points of accuracy wherever they were measured (docs/results.md), and must save a fifth of the time.
-    The choice is part of the state: a resumed run does not choose again. Wire bytes: those of the chosen strategy, and
-    in the beginning the probe's.
+    candidates, as long as it takes at most a twentieth of the run's time with data_parallel, or a tenth of what that
+    waits. Candidates lost at most `loss_allowed` points of accuracy wherever they were measured (docs/results.md), and
+    must save a fifth of the time. The choice is part of the state: a resumed run does not choose again. Wire bytes:
+    those of the chosen strategy, and in the beginning the probe's.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Auto(Strategy):
         if link is None or quick is None or quick.waiting_share < 1 - WORTH:
             return link, [quick] if quick else []
         run_seconds = quick.seconds_per_step * workload.epoch_steps * (self.recipe.epochs or math.inf)
-        allowed, last = PROBE_SHARE * run_seconds, self._longest(begin)
+        allowed, last = run_seconds * max(PROBE_SHARE, WAITING_SHARE * quick.waiting_share), self._longest(begin)
         if allowed > 10 * QUICK_LINK_SECONDS:
             link = self._measure_link(min(LINK_SECONDS, allowed / 10)) or link
         found = [self._agree(plain, link)]

@@ -27,7 +27,7 @@ from thinwire.surgery.costs import activation_bytes
 
 FORWARD = 1 / 3  # share of the forward pass in the computing of a step
 UNTYPICAL_STEPS = 2  # the first ones, in which memory is taken and code is loaded
-FEWEST_STEPS, FEWEST_SLOW_STEPS, SLOW_SECONDS = 6, 4, 0.05  # steps that are timed at least, and if one takes so long
+FEWEST_STEPS, FEWEST_SLOW_STEPS, SLOW_SECONDS = 6, 3, 0.05  # steps that are timed at least, and if one takes so long
 MOST_EPOCH_STEPS = 4  # of a timed epoch, so that all phases of a run come within few steps;
 TIMED_STEPS = 16  # but so many in all
 
