@@ -133,8 +133,7 @@ def render(rows: list[dict]) -> str:
         f"through the host's memory), a GPU of {GPU_BYTES / 1e9:g} GB, gloo's rings, activations kept. Coding is timed",
         "on a CPU, and taken to be as much faster on a GPU as computing is. Accuracy is another matter: *safe* is the",
         "fastest strategy that lost at most 0.5 points wherever it was measured ([results.md](results.md)).",
-        "`daso` was left out for models of more than 10⁹ parameters. Numbers of ranks that a table lacks were not",
-        "computed.", "",
+        "`daso` was left out for models of more than 10⁹ parameters.", "",
         "Made by `python benchmarks/scale.py --json docs/scale.json` and `python benchmarks/scale.py --render`.", "",
     ]  # fmt: skip
     for model in dict.fromkeys(row["model"] for row in rows):

@@ -28,6 +28,10 @@ from thinwire.comm.base import Comm
 
 torch.set_num_threads(1)  # tests run beside each other, one a core
 os.environ["OMP_NUM_THREADS"] = "1"  # so do the programs that they start
+with suppress(ImportError):
+    import tqdm
+
+    tqdm.tqdm.monitor_interval = 0  # a thread that torch's compiler would start with its first progress bar
 settings.register_profile("no times", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("no times")  # machines are shared: a test fails for what is wrong, never for how long it took
 
