@@ -44,9 +44,11 @@ class Fragment(NamedTuple):
 def make_fragments(model: nn.Module, num_fragments: int) -> list[Fragment]:
     """The trainable parameters of a model in order, in fragments of about equal size; of sharded ones this rank's part.
 
-    Parameters of which a rank has no part are left out.
+    Sharded parameters of which this rank has no part are left out.
     """
-    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad and local_part(p).numel()}
+    parameters = {
+        n: p for n, p in model.named_parameters() if p.requires_grad and (local_part(p).numel() or not p.numel())
+    }
     if num_fragments > len(parameters):
         raise UsageError(
             f"fragments={num_fragments}, but the model has {len(parameters)} parameter tensors to share out"
