@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 import subprocess
 import tempfile
 import threading
@@ -26,6 +27,8 @@ from tests import programs
 from tests.worlds import ProcessWorlds, on_threads
 from thinwire.comm.base import Comm
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell started the tests in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # so that programs which they start can be interrupted
 torch.set_num_threads(1)  # tests run beside each other, one a core
 os.environ["OMP_NUM_THREADS"] = "1"  # so do the programs that they start
 with suppress(ImportError):
