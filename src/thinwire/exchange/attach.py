@@ -18,6 +18,7 @@ from thinwire.comm.sharding import between_replicas, device_of, is_sharded, resh
 from thinwire.common.dtypes import refuse_meta, refuse_unfit
 from thinwire.common.messages import say
 from thinwire.errors import UsageError
+from thinwire.exchange.alone import Alone
 from thinwire.exchange.overlapped import Overlapped
 from thinwire.exchange.sharded_gradients import ShardedGradients
 from thinwire.reducers.base import Reducer
@@ -65,25 +66,8 @@ class Attached:
         self._own_comm.close()
 
 
-class NotAttached(Attached):
-    """What a single process gets: there is nothing to exchange, and no state."""
-
-    def __init__(self) -> None:
-        self._ledger = Ledger()
-
-    @property
-    def ledger(self) -> Ledger:
-        return self._ledger
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state:
-            raise UsageError(f"the state is of rank {state.get('rank')}, and this is a single process")
-
-    def close(self) -> None:
-        pass
+class NotAttached(Alone, Attached):
+    """What a single process gets: there is nothing to exchange."""
 
 
 def attach(  # long: an example

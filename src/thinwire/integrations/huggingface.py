@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +14,23 @@ from thinwire.integrations.rank_files import load_rank, save_rank
 from thinwire.strategies.own_loop import AttachedRounds
 
 
-class _WithRankFiles(TrainerCallback):
+class _WithRankFiles(TrainerCallback, ABC):
     """A callback whose ranks keep a file each in the Trainer's checkpoints, which have rank 0's optimizer alone."""
 
     def __init__(self, trainer: Trainer, spec: str) -> None:
         self.trainer, self.spec = trainer, spec
 
+    @abstractmethod
     def begin(self) -> None:
         """Attach to the model, which the Trainer has prepared."""
-        raise NotImplementedError
 
+    @abstractmethod
     def rank_state(self) -> dict[str, Any]:
         """What this rank needs to go on exactly, besides the Trainer's checkpoint."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load_rank_state(self, state: dict[str, Any]) -> None:
         """Go on from what this rank kept."""
-        raise NotImplementedError
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,13 @@ class _WithRankFiles(DDPStrategy):
         self.spec = spec
         self._loaded_from: Path | None = None
 
+    @abstractmethod
     def rank_state(self) -> dict[str, Any]:
         """What this rank needs to go on exactly, besides Lightning's checkpoint."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load_rank_state(self, state: dict[str, Any]) -> None:
         """Go on from what this rank kept."""
-        raise NotImplementedError
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         super().save_checkpoint(checkpoint, filepath, storage_options)

@@ -17,6 +17,7 @@ from thinwire.comm.sharding import between_replicas, device_of, is_sharded, repl
 from thinwire.common.dtypes import refuse_unfit
 from thinwire.common.messages import say
 from thinwire.errors import UsageError
+from thinwire.exchange.alone import Alone
 from thinwire.spec import parse
 from thinwire.strategies.learner import Recipe
 from thinwire.strategies.replicas import average_buffers
@@ -89,30 +90,13 @@ class AttachedRounds:
         self._close()
 
 
-class NoRounds(AttachedRounds):
+class NoRounds(Alone, AttachedRounds):
     """The rounds of a single process: there is nobody to meet."""
-
-    def __init__(self) -> None:
-        self._ledger = Ledger()
-
-    @property
-    def ledger(self) -> Ledger:
-        return self._ledger
 
     def after_step(self, loss: Tensor | float | None = None) -> None:
         pass
 
     def together(self) -> None:
-        pass
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state:
-            raise UsageError(f"the state is of rank {state.get('rank')}, and this is a single process")
-
-    def close(self) -> None:
         pass
 
 
@@ -146,15 +130,7 @@ def rounds(  # long: an example
     Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; Douillard et al., "DiLoCo", 2023; Coquelin et
     al., "DASO", 2022.
     """
-    named = parse(spec)
-    if not issubclass(registry.load("strategies", named.name), InRounds):
-        possible = [
-            name for name in registry.TABLE["strategies"] if issubclass(registry.load("strategies", name), InRounds)
-        ]
-        raise UsageError(
-            f"rounds: {named.name} does not work in rounds; possible: {', '.join(possible)}. Other strategies are for "
-            "tw.prepare, and reducers of gradients for tw.attach"
-        )
+    _refuse_others(spec)
     model = getattr(model, "_orig_mod", model)  # torch.compile(model) holds it
     plain = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     if is_sharded(plain):
@@ -164,6 +140,24 @@ def rounds(  # long: an example
         registry.check("strategies", spec)
         say("rounds: a single process, so there is nothing to average", 0, once=True)
         return NoRounds()
+    return _attach_rounds(model, plain, spec, comm, Recipe(_no_loss, _no_optimizer, epochs=epochs, own_loop=True))
+
+
+def _refuse_others(spec: str) -> None:
+    """Raise UsageError for a strategy that does not work in rounds."""
+    named = parse(spec)
+    if not issubclass(registry.load("strategies", named.name), InRounds):
+        possible = [
+            name for name in registry.TABLE["strategies"] if issubclass(registry.load("strategies", name), InRounds)
+        ]
+        raise UsageError(
+            f"rounds: {named.name} does not work in rounds; possible: {', '.join(possible)}. Other strategies are for "
+            "tw.prepare, and reducers of gradients for tw.attach"
+        )
+
+
+def _attach_rounds(model: nn.Module, plain: nn.Module, spec: str, comm: Comm | None, recipe: Recipe) -> AttachedRounds:
+    """The rounds of a model in a world of several ranks; what they made is closed again if they are refused."""
     world: Comm = comm_like(default_group(), device_of(plain)) if comm is None else comm
     before = world.subgroups
 
@@ -172,9 +166,8 @@ def rounds(  # long: an example
         if comm is None:
             world.close()
 
-    recipe = Recipe(_no_loss, _no_optimizer, epochs=epochs, own_loop=True)
     try:
-        return AttachedRounds(plain, _on_replicas(model, plain, spec, recipe, world), str(named), world, close)
+        return AttachedRounds(plain, _on_replicas(model, plain, spec, recipe, world), str(parse(spec)), world, close)
     except UsageError:
         close()
         raise
