@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
@@ -52,6 +53,54 @@ def noisy(
 
     defaults = {"epochs": 2, "batch_size": 32, "lr": 0.05}
     return Task(base.train, base.test, base.shape, base.classes, net, transform=transform, defaults=defaults)
+
+
+class MaskedNet(nn.Module):
+    """The mean over the words of a sentence that are not padding, and a classifier. Returns its loss, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, 16)
+        self.classify = nn.Sequential(nn.BatchNorm1d(16), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 2))
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        words = self.words(ids) * mask.unsqueeze(-1)
+        logits = self.classify(words.sum(1) / mask.sum(1, keepdim=True))
+        found = {"logits": logits, "size": logits.square().mean()}
+        return found if labels is None else {"loss": nn.functional.cross_entropy(logits, labels), **found}
+
+
+def pad(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """A batch of sentences of different lengths, with a mask."""
+    ids = nn.utils.rnn.pad_sequence([sample["ids"] for sample in samples], batch_first=True, padding_value=19)
+    lengths = torch.tensor([len(sample["ids"]) for sample in samples])
+    mask = (torch.arange(ids.shape[1]) < lengths.unsqueeze(1)).float()
+    return {"ids": ids, "mask": mask, "labels": torch.tensor([sample["label"] for sample in samples])}
+
+
+def weighted(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A loss of (model, batch): cross-entropy, and a term that keeps outputs small."""
+    found = model(ids=batch["ids"], mask=batch["mask"])
+    entropy = nn.functional.cross_entropy(found["logits"], batch["labels"])
+    return {"loss": entropy + 0.01 * found["size"], "entropy": entropy, "size": found["size"]}
+
+
+def sentences(
+    data: Path | None,
+    seed: int,
+    /,
+    *,
+    loss: str = "own",  # own or weighted
+) -> Task:
+    """Sentences of 1 to 8 words in dicts; their class is whether the sum of their words is large."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 9, (600,), generator=generator).tolist()
+    ids = [torch.randint(0, 19, (length,), generator=generator) for length in lengths]
+    samples = [{"ids": one, "label": int(one.float().mean() > 9)} for one in ids]
+    return Task(
+        samples[:500], samples[500:], (), 0, MaskedNet, loss=None if loss == "own" else weighted, metric="loss",
+        collate_fn=pad, defaults={"epochs": 2, "batch_size": 25, "lr": 0.05},
+    )  # type: ignore[arg-type]  # fmt: skip
 
 
 CHANGING = {"SAMPLES": 1000, "WIDTH": 132}

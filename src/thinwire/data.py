@@ -6,18 +6,19 @@ So a checkpoint needs only the position in the data.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from thinwire.common.batches import describe, map_tensors
 from thinwire.common.fetching import fetch, on_device
 from thinwire.errors import UsageError
 
-Batch = tuple[Tensor, Tensor]  # inputs, targets
+Batch = Any  # (inputs, targets), or tensors in another structure; see thinwire.losses
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,18 @@ class Shard:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Move inputs and targets to a device; raise UsageError unless they are two tensors."""
+    """Move the tensors of a batch to a device; an object with a method `to` moves itself."""
+    if callable(getattr(batch, "to", None)):
+        return batch.to(device, non_blocking=True) if isinstance(batch, Tensor) else batch.to(device)
+    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def two_tensors(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Inputs and targets on a device; raise UsageError unless the batch is two tensors."""
     if not isinstance(batch, tuple | list) or len(batch) != 2 or not all(isinstance(t, Tensor) for t in batch):
-        types = [type(part).__name__ for part in batch] if isinstance(batch, tuple | list) else []
-        what = f"{type(batch).__name__}" + (f" of {', '.join(types)}" if types else "")
-        raise UsageError(f"a batch that is a {what}; give (inputs, targets), two tensors: trainer.step((x, y))")
+        raise UsageError(
+            f"a batch that is {describe(batch)}; give (inputs, targets), two tensors: trainer.step((x, y))"
+        )
     inputs, targets = batch
     return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
 
@@ -59,6 +67,7 @@ class Loader:
         num_workers: int = 0,
         ranks: int | None = None,
         device: torch.device | str | None = None,
+        collate_fn: Callable[[list[Any]], Batch] = default_collate,
     ) -> None:
         if not isinstance(shard, Shard):
             raise UsageError(
@@ -73,6 +82,7 @@ class Loader:
         self.batch_size = batch_size
         self.seed = seed
         self.num_workers = num_workers
+        self.collate_fn = collate_fn
         self.epoch = 0
         self.batch = 0
         self._has_begun = False  # whether the current epoch was iterated, so that iterating again begins the next one
@@ -143,7 +153,8 @@ class Loader:
     def batches(self, epoch: int, start: int = 0) -> Generator[Any, None, None]:
         """The batches of an epoch, beginning with batch `start`."""
         seed = derive_seed(self.seed, epoch, self.shard.index)
-        return fetch(self.dataset, self.indices(epoch)[start:], self.num_workers, seed, self.device)
+        indices = self.indices(epoch)[start:]
+        return fetch(self.dataset, indices, self.num_workers, seed, self.device, self.collate_fn)
 
     def indices(self, epoch: int) -> list[Tensor]:
         """The indices of the samples in each batch of an epoch."""
@@ -168,11 +179,13 @@ def loader(
     seed: int = 0,
     num_workers: int = 0,
     device: torch.device | str | None = None,
+    collate_fn: Callable[[list[Any]], Batch] = default_collate,
 ) -> Loader:
     """The batches that a rank should train on; iterate once per epoch.
 
     `batch_size` is per shard: per rank, or per group of ranks that read the same samples. Any map-style dataset will
-    do; a TensorDataset is indexed whole batches at a time. The loader's `state_dict` is the position in the data.
+    do; a TensorDataset is indexed whole batches at a time. `collate_fn` makes a batch of a list of samples, as a
+    DataLoader's does. The loader's `state_dict` is the position in the data.
 
     `device` names the model's GPU: then batches are there when they are asked for. A TensorDataset is copied to the GPU
     whole if it takes at most a tenth of the memory that is free. Others are read ahead, if that draws no random numbers
@@ -183,7 +196,9 @@ def loader(
     >>> [len(targets) for inputs, targets in loader(data, Shard(0, 2), batch_size=2)]
     [2, 2]
     """
-    return Loader(dataset, shard, batch_size, seed=seed, num_workers=num_workers, device=device)
+    return Loader(
+        dataset, shard, batch_size, seed=seed, num_workers=num_workers, device=device, collate_fn=collate_fn
+    )  # fmt: skip
 
 
 def num_samples(dataset: Any, what: str) -> int:

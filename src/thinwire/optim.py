@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import torch
@@ -15,6 +16,7 @@ from thinwire.errors import UsageError
 
 OptimizerFactory = Callable[[Iterable[Parameter]], Optimizer]
 Schedule = Callable[[float, float], float]  # (epochs done, epochs in total) → factor of the learning rate
+WARMUP_START_LR = 1e-5  # where a learning-rate warm-up begins
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -83,6 +85,22 @@ def cosine(
 
 def _warmup_factor(done: float, warmup_epochs: float) -> float:
     return min(1.0, done / warmup_epochs) if warmup_epochs else 1.0
+
+
+@contextmanager
+def scaled_lr(optimizer: Optimizer, factor: float, warmup: float = 1.0) -> Iterator[None]:
+    """Inside, learning rates are scaled; afterwards they are what torch's scheduler or the user set.
+
+    `warmup` goes from 0 (WARMUP_START_LR) to 1 (the learning rate times `factor`).
+    """
+    unscaled = [(group, group["lr"]) for group in optimizer.param_groups]
+    for group, lr in unscaled:
+        group["lr"] = warmup * lr * factor + (1 - warmup) * min(lr * factor, WARMUP_START_LR)
+    try:
+        yield
+    finally:
+        for group, lr in unscaled:
+            group["lr"] = lr
 
 
 def learning_rates(optimizer: Optimizer) -> list[float]:

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thinwire.common.prefetching import made_ahead, map_tensors
+from thinwire.common.batches import map_tensors
+from thinwire.common.prefetching import made_ahead
 
 
 def num_threads() -> int:

@@ -11,7 +11,7 @@ from thinwire.comm.world import place
 from thinwire.data import Batch, Shard
 from thinwire.plan.lengthening import ENOUGH_STEPS, lengthened
 from thinwire.plan.recorded_run import RecordedRun, Training, record_run
-from thinwire.strategies.learner import Recipe
+from thinwire.strategies.recipe import Recipe
 
 STEPS, EPOCHS = 11, 2
 STRATEGIES = [spec for specs in runs.strategies().values() for spec in specs]

@@ -18,7 +18,7 @@ from thinwire.comm.ledger import Ledger
 from thinwire.comm.recording import record
 from thinwire.comm.world import place
 from thinwire.plan.recorded_run import RecordedRun, Rehearsal, Training, record_run
-from thinwire.strategies.learner import Recipe
+from thinwire.strategies.recipe import Recipe
 
 EPOCHS = 3
 SPECS = [spec for specs in runs.strategies().values() for spec in specs]

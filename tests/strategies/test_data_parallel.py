@@ -24,7 +24,7 @@ from thinwire.reducers.error_feedback import error_feedback
 from thinwire.reducers.global_randk import global_randk
 from thinwire.reducers.mean import mean
 from thinwire.strategies.data_parallel import DataParallel
-from thinwire.strategies.learner import Recipe
+from thinwire.strategies.recipe import Recipe
 
 
 def train_plain(comm: Comm, spec: str) -> dict[str, Tensor]:

@@ -433,11 +433,15 @@ def with_other_parameters(comm: Comm, spec: str) -> str:
         {"x": torch.zeros(4, 6), "y": torch.zeros(4)},
         (torch.zeros(4, 6),),
         (torch.zeros(4, 6), torch.zeros(4), torch.zeros(4)),
-        (torch.zeros(4, 6), [0, 1, 2, 0]),
         torch.zeros(2, 6),
     ],
-    ids=["dict", "one", "three", "list", "tensor"],
+    ids=["dict", "one", "three", "tensor"],
 )
 def test_a_batch_is_inputs_and_targets(spec: str, batch: Any) -> None:
     with pytest.raises(tw.UsageError, match=r"a batch .* give \(inputs, targets\)"), tw.join() as comm:
         trainer(comm, spec).step(batch)
+
+
+def test_blocks_pass_on_two_tensors() -> None:
+    with pytest.raises(tw.UsageError, match=r"a batch .* of Tensor, list; give \(inputs, targets\)"), tw.join() as comm:
+        trainer(comm, "local_parallel").step((torch.zeros(4, 6), [0, 1, 2, 0]))

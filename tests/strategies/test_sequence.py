@@ -28,7 +28,7 @@ from thinwire.errors import RunError, UsageError
 from thinwire.run.records import read_rows
 from thinwire.run.worker import Run
 from thinwire.spec import parse
-from thinwire.strategies.learner import Recipe
+from thinwire.strategies.recipe import Recipe
 from thinwire.strategies.sequence_parts import plan_parts
 from thinwire.strategies.sequence_recipes import Seam, recipe_of
 from thinwire.surgery.low_rank_model import find_low_rank_layers, give_low_rank_layers, merge_low_rank_layers

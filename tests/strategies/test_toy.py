@@ -25,7 +25,8 @@ from thinwire.run.records import read_rows
 from thinwire.run.tables import number_and_reference
 from thinwire.run.worker import Run
 from thinwire.strategies.base import Artifact, Strategy
-from thinwire.strategies.learner import Learner, Recipe
+from thinwire.strategies.learner import Learner
+from thinwire.strategies.recipe import Recipe
 from thinwire.strategies.series import Series
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import atexit
-import copy
 import functools
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+
+from thinwire.common.batches import map_tensors
 
 T = TypeVar("T")
 EXIT_SECONDS = 2.0  # that a process which ends waits for a thread: it may wait for a stream that gives nothing
@@ -98,31 +99,3 @@ def _keep_for(stream: torch.cuda.Stream, tensor: Tensor) -> Tensor:
     """The tensor; its memory is not used again before this stream has done what it is given to do with it."""
     tensor.record_stream(stream)
     return tensor
-
-
-def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
-    """A batch with a function applied to each of its tensors, which may be in tuples, lists and dicts.
-
-    Containers of other classes, which may need other arguments to be made, are copied and filled anew; tuples of other
-    classes are left as they are.
-
-    >>> map_tensors((torch.ones(2), [torch.zeros(1), "label"]), len)
-    (2, [1, 'label'])
-    """
-    match batch:
-        case Tensor():
-            return function(batch)
-        case dict():
-            mapping = copy.copy(batch)
-            for key, value in batch.items():
-                mapping[key] = map_tensors(value, function)
-            return mapping
-        case list():
-            items = copy.copy(batch)
-            items[:] = [map_tensors(value, function) for value in batch]
-            return items
-        case tuple() if type(batch) is tuple or hasattr(batch, "n_fields"):  # or what x.max(1) returns
-            return type(batch)(map_tensors(value, function) for value in batch)
-        case tuple() if hasattr(batch, "_fields"):
-            return type(batch)(*(map_tensors(value, function) for value in batch))
-    return batch

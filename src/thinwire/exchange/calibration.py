@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from thinwire.comm.base import Comm
 from thinwire.comm.collectives import all_gather_json, coalesced
+from thinwire.common.batches import describe_tensors, map_tensors, tensors_of, zeros_of
 from thinwire.common.dtypes import bfloat16_autocast
 from thinwire.exchange.streamed import StreamedModel
+
+Run = Callable[[nn.Module, Any], Any]  # (model, inputs): a forward pass
 
 
 class RecentInputs:
@@ -22,25 +26,31 @@ class RecentInputs:
 
     def __init__(self, model: nn.Module, number: int, device: torch.device) -> None:
         has_statistics = any(isinstance(m, _BatchNorm) and m.track_running_stats for m in model.modules())
-        self.batches: deque[Tensor] = deque(maxlen=number if has_statistics else 0)
+        self.batches: deque[Any] = deque(maxlen=number if has_statistics else 0)
         self.device = device
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.batches)
 
-    def keep(self, inputs: Tensor) -> None:
-        """Copy a batch of inputs, into the memory of the oldest one if that has the same shape."""
+    def keep(self, inputs: Any) -> None:
+        """Copy a batch of inputs, into the memory of the oldest one where that has the same shapes."""
         if not self.batches.maxlen:
             return
-        memory = self.batches.popleft() if len(self.batches) == self.batches.maxlen else None
-        if memory is None or (memory.shape, memory.dtype) != (inputs.shape, inputs.dtype):
-            memory = torch.empty_like(inputs, device=self.device)
-        self.batches.append(memory.copy_(inputs.detach()))
+        oldest = self.batches.popleft() if len(self.batches) == self.batches.maxlen else None
+        free = tensors_of(oldest)
 
-    def load(self, saved: Iterable[Tensor]) -> None:
+        def copied(tensor: Tensor) -> Tensor:
+            memory = free.pop(0) if free else None
+            if memory is None or (memory.shape, memory.dtype) != (tensor.shape, tensor.dtype):
+                memory = torch.empty_like(tensor, device=self.device)
+            return memory.copy_(tensor.detach())
+
+        self.batches.append(map_tensors(inputs, copied))
+
+    def load(self, saved: Iterable[Any]) -> None:
         """Keep the inputs of a saved state instead."""
         self.batches.clear()
-        self.batches.extend(x.to(self.device, copy=True) for x in saved)
+        self.batches.extend(map_tensors(inputs, lambda t: t.to(self.device, copy=True)) for inputs in saved)
 
 
 def steps_to_forget(model: nn.Module) -> float:
@@ -58,8 +68,8 @@ def steps_to_forget(model: nn.Module) -> float:
 
 
 @torch.no_grad()
-def calibrate_batchnorm(model: nn.Module, recent: Iterable[Tensor], comm: Comm, autocast: bool) -> None:
-    """Measure BatchNorm's statistics of a model on recent inputs. Collective.
+def calibrate_batchnorm(model: nn.Module, recent: Iterable[Any], comm: Comm, run: Run, autocast: bool) -> None:
+    """Measure BatchNorm's statistics of a model on recent inputs, by run(model, inputs). Collective.
 
     For models put together of what ranks trained: their statistics do not follow from those of the ranks. Each rank
     runs the model on its own inputs; the statistics are averaged over ranks. Frozen norms, those in eval mode, keep
@@ -69,21 +79,19 @@ def calibrate_batchnorm(model: nn.Module, recent: Iterable[Tensor], comm: Comm, 
     if not norms:
         return
     inputs = list(recent)
-    mine = [len(inputs), list(inputs[0].shape), str(inputs[0].dtype)] if inputs else [0, [], ""]
-    of_ranks = all_gather_json(comm, mine)
-    total, (most, shape, dtype) = sum(number for number, _, _ in of_ranks), max(of_ranks)
+    of_ranks = all_gather_json(comm, [len(inputs), describe_tensors(inputs[0]) if inputs else None])
+    total, (most, shapes) = sum(number for number, _ in of_ranks), max(of_ranks, key=lambda one: one[0])
     if not total:
         return
     statistics = [b for norm in norms for b in (norm.running_mean, norm.running_var) if b is not None]
     with _cumulative_statistics(model, norms):
         for x in inputs:
-            with bfloat16_autocast(x.device, autocast):
-                model(x)
+            with bfloat16_autocast(statistics[0].device, autocast):
+                run(model, x)
         if isinstance(model, StreamedModel):  # all ranks must run it equally often
             model.eval()
             for _ in range(most - len(inputs)):
-                zeros_dtype = getattr(torch, dtype.removeprefix("torch."))
-                model(torch.zeros(shape, dtype=zeros_dtype, device=statistics[0].device))
+                run(model, zeros_of(shapes, statistics[0].device))
         coalesced(statistics, lambda flat: comm.sum(flat * (len(inputs) / total)))
 
 

@@ -41,8 +41,8 @@ class StreamedModel(nn.Module):
                 module.register_forward_pre_hook(self._fetch)
                 module.register_forward_hook(self._drop, always_call=True)
 
-    def forward(self, *inputs: Any) -> Any:
-        return self.model(*inputs)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
 
     def _fetch(self, module: nn.Module, inputs: Any) -> None:
         names = self.names[module]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from thinwire.errors import RunError
 from thinwire.exchange.assembly import assemble, free_bytes
-from thinwire.exchange.calibration import RecentInputs, calibrate_batchnorm
+from thinwire.exchange.calibration import RecentInputs, Run, calibrate_batchnorm
 from thinwire.exchange.sharded import ShardedTensors
 from thinwire.exchange.streamed import Factors, StreamedModel
 
@@ -16,22 +18,23 @@ class WholeNetwork:
     """Makes the whole network, with BatchNorm's statistics measured on the last inputs of each rank.
 
     `model` is on the meta device. `max_gb` is the largest network that a rank puts together; without it, the network
-    must fit into the free memory of each rank. `num_inputs` is the number of last batches that are kept.
+    must fit into the free memory of each rank. `num_inputs` is the number of last batches that are kept, and
+    run(model, inputs) runs the network on one of them.
     """
 
     def __init__(
-        self, model: nn.Module, sharded: ShardedTensors, max_gb: float | None, num_inputs: int, autocast: bool
+        self, model: nn.Module, sharded: ShardedTensors, max_gb: float | None, num_inputs: int, run: Run, autocast: bool
     ) -> None:
         self.model, self.sharded, self.comm = model, sharded, sharded.comm
-        self.max_gb, self.autocast = max_gb, autocast
+        self.max_gb, self.run, self.autocast = max_gb, run, autocast
         self.is_calibrated = num_inputs > 0  # else BatchNorm's statistics are those of narrow networks
         self.inputs = RecentInputs(model, num_inputs, sharded.device)
 
-    def keep_inputs(self, inputs: Tensor) -> None:
+    def keep_inputs(self, inputs: Any) -> None:
         """Keep a copy of a batch of inputs, to measure BatchNorm's statistics on it."""
         self.inputs.keep(inputs)
 
-    def load_inputs(self, saved: list[Tensor]) -> None:
+    def load_inputs(self, saved: list[Any]) -> None:
         """Keep the inputs of a saved state instead."""
         self.inputs.load(saved)
 
@@ -69,4 +72,4 @@ class WholeNetwork:
     def _calibrate(self, whole: nn.Module) -> None:
         """Measure BatchNorm's statistics, whose sums have more terms than those of narrow networks."""
         if self.comm.size > 1:
-            calibrate_batchnorm(whole, self.inputs, self.comm, self.autocast)
+            calibrate_batchnorm(whole, self.inputs, self.comm, self.run, self.autocast)

@@ -27,8 +27,8 @@ from thinwire.plan.timing import Effort
 from thinwire.plan.wire import Frames, Wire
 from thinwire.spec import parse
 from thinwire.strategies.base import Artifact, Strategy
-from thinwire.strategies.learner import Recipe
 from thinwire.strategies.prepare import make_strategy
+from thinwire.strategies.recipe import Recipe
 from thinwire.strategies.replicas import known_equal
 from thinwire.surgery.moments import OptimizerState
 

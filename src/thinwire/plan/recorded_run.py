@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from thinwire import registry
@@ -17,10 +18,10 @@ from thinwire.comm.trace import Trace
 from thinwire.common.messages import quiet
 from thinwire.common.no_values import NoValues
 from thinwire.common.tensors import named_tensors, num_bytes
-from thinwire.data import Batch, Shard
+from thinwire.data import Batch, Shard, to_device
 from thinwire.errors import UsageError
 from thinwire.strategies.base import Strategy
-from thinwire.strategies.learner import Recipe
+from thinwire.strategies.recipe import Recipe
 from thinwire.surgery.meta import placeholders, with_tensors
 
 
@@ -121,12 +122,16 @@ class Rehearsal:
     def _train_epoch(self) -> int:
         num_steps = len(self.training.batches(self.strategy.shard))
         self.strategy.begin_epoch(num_steps)
-        for inputs, targets in self.training.batches(self.strategy.shard):
-            self.strategy.step((inputs.to("meta") if self.on_meta else inputs, targets))
+        for batch in self.training.batches(self.strategy.shard):
+            self.strategy.step(self._inputs_on_meta(batch) if self.on_meta else batch)
             self.comm.trace.add("mark", op="step")
         self.strategy.end_epoch()
         self.comm.trace.add("mark", op="epoch")
         return num_steps
+
+    def _inputs_on_meta(self, batch: Batch) -> Batch:
+        """Targets stay as they are: some strategies compare them between ranks."""
+        return self.training.recipe.batch_loss.map_inputs(batch, lambda inputs: to_device(inputs, torch.device("meta")))
 
     def _rehearsing(self) -> ExitStack:
         stack = ExitStack()

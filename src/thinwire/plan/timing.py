@@ -16,6 +16,7 @@ from thinwire import registry
 from thinwire.comm.process_groups import own_group
 from thinwire.comm.recording import RecordingComm, record
 from thinwire.comm.trace import Event, Task, Trace
+from thinwire.common.batches import map_tensors
 from thinwire.common.cores import num_threads
 from thinwire.common.memory import keep_freed_memory
 from thinwire.common.messages import quiet
@@ -92,8 +93,8 @@ class _TimedRun:
                 for _ in range(self.training.epochs):
                     batches = self.training.batches(strategy.shard)[: self.epoch_steps]
                     strategy.begin_epoch(len(batches))
-                    for inputs, targets in batches:
-                        batch = inputs.clone(), targets.clone()  # a model may change what it is given
+                    for given in batches:
+                        batch = map_tensors(given, torch.clone)  # a model may change what it is given
                         comm.trace.lap()
                         if steps == 1:  # the first one may do other things, such as cutting the model
                             comm.trace.kept_bytes = _kept_in(strategy, batch)

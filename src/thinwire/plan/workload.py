@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import default_collate
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from thinwire import registry
+from thinwire.common.batches import map_tensors
 from thinwire.common.memory import free_memory
 from thinwire.common.tensors import num_bytes
 from thinwire.config import RunConfig
-from thinwire.data import Batch, Loader, Shard
+from thinwire.data import Batch, Loader, Shard, to_device
+from thinwire.losses import BatchLoss
 from thinwire.plan.recorded_run import Training
 from thinwire.plan.timing import Effort, plain_seconds
-from thinwire.strategies.learner import Recipe
+from thinwire.strategies.recipe import Recipe
 from thinwire.surgery.costs import activation_bytes
 from thinwire.tasks.base import Task
 
@@ -73,7 +74,7 @@ class TaskWorkload:
         rate = self.flops_per_second or machine_flops()
         seconds, plain, coding = flops / rate, self._plain_seconds, machine_flops() / rate
         x = torch.ones(STAND_IN_BATCH, STAND_IN_WIDTH)
-        _, small_kept = count_step(stand_in_model(), x, x, nn.functional.mse_loss)
+        _, small_kept = count_step(stand_in_model(), (x, x), BatchLoss(nn.functional.mse_loss))
         return Effort(seconds / plain, kept / small_kept, plain, coding)
 
     @cached_property
@@ -118,12 +119,12 @@ class TaskWorkload:
 
         They are counted on the meta device or, if the model reads values there, in a real step.
         """
-        inputs, targets = self._batch(self.batch_size)
+        batch, loss = self._batch(self.batch_size), self.task.batch_loss
         try:
-            return count_step(self.meta_model, inputs.to("meta"), targets.to("meta"), self.task.loss)
+            return count_step(self.meta_model, to_device(batch, torch.device("meta")), loss)
         except Exception:
             model = self.task.build_model(self.config.model)
-            return count_step(model, inputs.clone(), targets.clone(), self.task.loss)
+            return count_step(model, map_tensors(batch, torch.clone), loss)
 
     # ---- how it is trained
 
@@ -137,14 +138,14 @@ class TaskWorkload:
         )  # fmt: skip
 
     def _loader(self, ranks: int, shard: Shard) -> Loader:
-        return Loader(self.task.train, shard, self.batch_size, ranks=ranks)
+        return Loader(self.task.train, shard, self.batch_size, ranks=ranks, collate_fn=self.task.collate_fn)
 
     def _batch(self, size: int) -> Batch:
         """So many of the first samples, as a step gets them; what is sent does not depend on which they are."""
         if size not in self._known:
             count = len(self.task.train)  # type: ignore[arg-type]
-            inputs, targets = default_collate([self.task.train[i % count] for i in range(size)])
-            self._known[size] = self.task.transform(inputs, torch.Generator()), targets
+            batch = self.task.collate_fn([self.task.train[i % count] for i in range(size)])
+            self._known[size] = self.task.transformed(batch, torch.Generator())
         return self._known[size]
 
 
@@ -159,13 +160,11 @@ def stand_in_model() -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def count_step(
-    model: nn.Module, inputs: Tensor, targets: Tensor, loss: Callable[[Tensor, Tensor], Tensor]
-) -> tuple[float, int]:
+def count_step(model: nn.Module, batch: Batch, loss: BatchLoss) -> tuple[float, int]:
     """Operations of a forward and a backward pass, and the bytes that the first keeps for the second."""
     with FlopCounterMode(display=False) as counter:
         with activation_bytes(model) as kept:
-            total = loss(model(inputs), targets)
+            total = loss(model, batch).total
         total.backward()
     for p in model.parameters():
         p.grad = None

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from thinwire.comm.base import Comm
+from thinwire.common.batches import num_samples_of
 from thinwire.common.dtypes import bfloat16_autocast
 from thinwire.common.fetching import fetch
+from thinwire.data import Batch, to_device
 from thinwire.surgery.memory_format import compute_in_any_order, use_channels_last
 from thinwire.tasks.base import Task
 
@@ -24,16 +28,29 @@ def evaluate(
     parts = [indices[rank :: comm.size].split(batch_size) for rank in range(comm.size)]
     mine = [part for part in parts[comm.rank] if len(part)]
     one = torch.ones((), device=device)
-    for inputs, targets in fetch(task.test, mine, device=device):
-        inputs, targets = inputs.to(device), targets.to(device)
+    for fetched in fetch(task.test, mine, device=device, collate_fn=task.collate_fn):
+        batch = task.transformed(to_device(fetched, device), None)
         with bfloat16_autocast(device, autocast):
-            outputs = compute_in_any_order(model, task.transform(inputs, None))
-            loss = task.loss(outputs, targets)
-        correct = (outputs.argmax(-1) == targets).double().mean() if task.metric == "accuracy" else 0 * one
-        totals += torch.stack([loss.double(), correct.double(), one]) * len(targets)  # a GPU is not waited for
-    for inputs, _ in fetch(task.test, [indices[:1]] * (len(parts[0]) - len(mine))):
+            loss, correct = _loss_and_correct(model, task, batch)
+        totals += torch.stack([loss.double(), correct * one, one]) * num_samples_of(batch)  # a GPU is not waited for
+    for fetched in fetch(task.test, [indices[:1]] * (len(parts[0]) - len(mine)), collate_fn=task.collate_fn):
         # ranks must run it equally often: its layers may be fetched from other ranks
-        compute_in_any_order(model, task.transform(inputs.to(device), None))
+        _loss_and_correct(model, task, task.transformed(to_device(fetched, device), None))
     loss_sum, num_correct, num_samples = comm.sum(totals.cpu()).tolist()
     result = {"loss": loss_sum / num_samples}
     return result | ({"accuracy": 100 * num_correct / num_samples} if task.metric == "accuracy" else {})
+
+
+def _loss_and_correct(model: nn.Module, task: Task, batch: Batch) -> tuple[Tensor, Tensor | int]:
+    """The mean loss over a batch, and the share of correct answers if that is the metric."""
+    inputs = task.batch_loss.inputs(batch)
+
+    def run() -> Any:
+        return task.batch_loss.run(model, inputs)
+
+    result = compute_in_any_order(model, run)
+    if task.batch_loss.kind != "output":
+        return task.batch_loss.value(result).total, 0
+    targets = batch[1]
+    loss = task.batch_loss.of_output(result, targets).total
+    return loss, (result.argmax(-1) == targets).double().mean() if task.metric == "accuracy" else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class Meters:
         elif step == TIMELINE_STEPS.stop:
             self.timeline.pause()
 
-    def gather(self, train_seconds: float) -> list[dict[str, Any]]:
+    def gather(self, train_seconds: float, loss_parts: Mapping[str, float] | None = None) -> list[dict[str, Any]]:
         """What every rank has measured so far. Collective."""
         with self.ledger.purpose("eval"):
             self.comm.barrier()  # the Linux kernel counts bytes when it sends them: wait until all have arrived
@@ -51,6 +52,7 @@ class Meters:
             "waiting_seconds": self.timeline.waiting_seconds,
             "train_seconds": train_seconds,
             "peak_memory_bytes": peak_memory_bytes(self.device),
+            **({"loss_parts": loss_parts} if loss_parts else {}),
         }
         with self.ledger.purpose("eval"):
             return all_gather_json(self.comm, own)

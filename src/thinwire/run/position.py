@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from thinwire.comm.base import Comm
@@ -23,6 +23,7 @@ class Position:
     step: int = 0
     samples: int = 0  # that all ranks together have trained on
     loss_sum: float = 0.0  # over this epoch's batches, on this rank
+    part_sums: dict[str, float] = field(default_factory=dict)  # the same for further numbers that the loss returned
     value: float | None = None  # the metric after the last complete epoch; None if it was not tested
     best: float | None = None  # metric so far
     seconds: float = 0.0

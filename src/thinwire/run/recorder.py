@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -49,11 +50,11 @@ class Recorder:
         with self.comm.ledger.purpose("eval"):
             own_loss = torch.tensor([at.loss_sum / at.batch, 1.0], dtype=torch.float64) * self.strategy.sees_loss
             loss_sum, num_losses = self.comm.sum(own_loss).tolist()
-        by_rank = self.meters.gather(at.train_seconds)
+        by_rank = self.meters.gather(at.train_seconds, self._mean_parts(at))
         timeline = self.meters.gather_timeline() if at.epoch in self.strategy.timeline_epochs else []
         sent = sent_by_purpose(by_rank)
         where = {"step": at.step, "epoch": at.epoch + 1}
-        extra: dict[str, Any] = tested | self._status()
+        extra: dict[str, Any] = tested | _mean_over_ranks(by_rank) | self._status()
         row = MetricsRow(
             step=at.step, epoch=at.epoch + 1, seconds=seconds(), train_seconds=at.train_seconds,
             train_loss=loss_sum / num_losses, samples_per_second=samples_per_second,
@@ -104,6 +105,16 @@ class Recorder:
             self.comm.barrier()  # no rank ends before the results are written
         return summary
 
+    def _mean_parts(self, at: Position) -> dict[str, float]:
+        """Means over this epoch's steps of what the loss returned beside the total, as a row of metrics names them."""
+        means = {f"train_{name}": total / at.batch for name, total in at.part_sums.items()}
+        taken = sorted(means.keys() & MetricsRow.model_fields.keys())
+        if taken:
+            raise UsageError(
+                f"the loss returns {taken[0].removeprefix('train_')}, but every row of metrics has {taken[0]}"
+            )
+        return means if self.strategy.sees_loss else {}
+
     def _status(self) -> dict[str, Any]:
         """The strategy's status, whose names must not be those of other values in a row of metrics."""
         status = self.strategy.status()
@@ -123,3 +134,10 @@ class Recorder:
                 batch_size=4 * self.config.batch_size, autocast=self.config.autocast,
             )  # fmt: skip
         return {f"test_{name}": value for name, value in results.items()}
+
+
+def _mean_over_ranks(by_rank: list[dict[str, Any]]) -> dict[str, float]:
+    """The mean of each part of the loss over the ranks that have it."""
+    parts = [one["loss_parts"] for one in by_rank if "loss_parts" in one]
+    names = dict.fromkeys(name for one in parts for name in one)
+    return {name: statistics.fmean(one[name] for one in parts if name in one) for name in names}

@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from thinwire import registry
 from thinwire.comm.base import Comm
 from thinwire.comm.join import join
 from thinwire.comm.world import find_world
+from thinwire.common.batches import num_samples_of
 from thinwire.common.fetching import on_device
 from thinwire.common.messages import print_line
 from thinwire.config import MAY_CHANGE, RunConfig
-from thinwire.data import Loader, derive_seed
+from thinwire.data import Batch, Loader, derive_seed, to_device
 from thinwire.errors import PeerLost
 from thinwire.run.checkpoint import Checkpoints
 from thinwire.run.meters import Meters
@@ -29,11 +30,12 @@ from thinwire.run.progress import NoProgress, Progress, ProgressBar, ProgressFil
 from thinwire.run.recorder import Recorder
 from thinwire.run.records import RunFolder
 from thinwire.run.startup import fingerprint, on_rank_0, open_folder, seed_everything, use_device, with_defaults
+from thinwire.run.step_losses import StepLosses
 from thinwire.run.summary import num_parameters
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.finite import CHECK_EVERY_STEPS, not_finite_error
-from thinwire.strategies.learner import Recipe
 from thinwire.strategies.prepare import make_strategy
+from thinwire.strategies.recipe import Recipe
 from thinwire.tasks.loading import load_task
 
 
@@ -77,7 +79,7 @@ class Run:
         shard = self.strategy.shard
         self.loader = Loader(
             self.task.train, shard, self._setting("batch_size"), seed=config.seed, ranks=comm.size,
-            device=None if self.strategy.checks_targets else device,
+            device=None if self.strategy.checks_targets else device, collate_fn=self.task.collate_fn,
         )  # fmt: skip
         self.task = replace(self.task, test=on_device(self.task.test, device))
         self.generator = torch.Generator(device)  # of the augmentation; seeded anew for each batch
@@ -91,7 +93,7 @@ class Run:
             self.folder.checkpoints, comm, self._identity(model), config.keep, self._warn
         )  # fmt: skip
         self.at = Position()
-        self.losses: list[Tensor] = []  # of steps that are not yet in self.at.loss_sum
+        self.losses = StepLosses()  # of steps that are not yet in self.at.loss_sum
         self.progress: Progress = NoProgress()
 
     def run(self) -> dict[str, Any]:
@@ -142,14 +144,14 @@ class Run:
         self.strategy.begin_epoch(len(self.loader))
         self.strategy.set_shard(self.loader)
         with closing(self.loader.batches(self.at.epoch, start=self.at.batch)) as batches:
-            for i, (inputs, targets) in enumerate(batches):
+            for i, batch in enumerate(batches):
                 if self.at.epoch in self.strategy.timeline_epochs:
                     self.meters.record_some_steps(i)
                 with self.meters.timeline.step(self.at.step + 1):
-                    self.losses.append(self.strategy.step((self._transformed(inputs), targets)))
+                    self.losses.add(self.strategy.step(self._transformed(batch)), self.strategy.loss_parts)
                 self._advance(
                     batch=self.at.batch + 1, step=self.at.step + 1, train_seconds=time.monotonic() - begin,
-                    samples=self.at.samples + len(inputs) * self.strategy.shard.count,
+                    samples=self.at.samples + num_samples_of(batch) * self.strategy.shard.count,
                 )  # fmt: skip
                 is_checkpoint = every > 0 and self.at.step % every == 0 and self.at.batch < len(self.loader)
                 if is_checkpoint or len(self.losses) >= CHECK_EVERY_STEPS or self.progress.is_due():
@@ -166,7 +168,7 @@ class Run:
         row, by_rank = self.recorder.after_epoch(self.at, self._seconds, speed())
         self.at = self.at.tested(row.get(f"test_{self.task.metric}"), self.task.metric)
         self._advance(
-            epoch=self.at.epoch + 1, batch=0, loss_sum=0.0, epochs_seconds=by_rank[0]["train_seconds"]
+            epoch=self.at.epoch + 1, batch=0, loss_sum=0.0, part_sums={}, epochs_seconds=by_rank[0]["train_seconds"]
         )  # fmt: skip
         self._save_checkpoint()
         self.progress.epoch(row)
@@ -175,20 +177,21 @@ class Run:
         """Add the latest losses to the sum, raise RunError if one is not finite, show progress. Waits for a GPU."""
         if not self.losses:
             return
-        losses = torch.stack(self.losses).double().cpu()
-        self.losses.clear()
+        losses, parts = self.losses.take()
         if not losses.isfinite().all():
             first = int((~losses.isfinite()).nonzero()[0])
             raise not_finite_error(self.at.step - len(losses) + first + 1, losses[first].item())
-        self._advance(loss_sum=self.at.loss_sum + losses.sum().item())
+        sums = {name: self.at.part_sums.get(name, 0.0) + total for name, total in parts.items()}
+        self._advance(loss_sum=self.at.loss_sum + losses.sum().item(), part_sums=self.at.part_sums | sums)
         if self.progress.is_due():
             loss = losses[-1].item() if self.strategy.sees_loss else None
             self.progress.step(self.at.step, loss, samples_per_second, self.comm.ledger.wire_bytes)
 
-    def _transformed(self, inputs: Tensor) -> Tensor:
-        """The model's inputs, with augmentation that depends on (seed, epoch, batch, shard) alone."""
+    def _transformed(self, batch: Batch) -> Batch:
+        """A batch as the model gets it, with augmentation that depends on (seed, epoch, batch, shard) alone."""
         seed = derive_seed(self.config.seed, self.at.epoch, self.at.batch, self.strategy.shard.index)
-        return self.task.transform(inputs.to(self.device, non_blocking=True), self.generator.manual_seed(seed))
+        moved = self.task.batch_loss.map_inputs(batch, lambda inputs: to_device(inputs, self.device))
+        return self.task.transformed(moved, self.generator.manual_seed(seed))
 
     # ---- position and checkpoints
 

@@ -32,7 +32,8 @@ from thinwire.strategies.ab_phases import Length, LengthOrZero, Phase, PhaseLeng
 from thinwire.strategies.ab_sync import Sync, average_groups
 from thinwire.strategies.base import Artifact, SmallModel, Strategy, factored_artifact
 from thinwire.strategies.groups import first_alike
-from thinwire.strategies.learner import Learner, Recipe
+from thinwire.strategies.learner import Learner
+from thinwire.strategies.recipe import Recipe
 from thinwire.strategies.replicas import average_buffers, replicate
 from thinwire.strategies.series import Series
 from thinwire.surgery.low_rank_model import find_low_rank_layers
@@ -94,7 +95,7 @@ class AB(Strategy):
         calibration: NonNegativeInt = 8,  # batches that each rank keeps to measure BatchNorm's statistics; 0 = none
         reducer: Reducer = mean(),  # how gradients are averaged
     ) -> None:
-        self.model, self.comm, self.shard = model, comm, Shard(comm.rank, comm.size)
+        self.model, self.recipe, self.comm, self.shard = model, recipe, comm, Shard(comm.rank, comm.size)
         self.sync, self.reducer = sync, reducer
         self.lengths, self.epochs = PhaseLengths(sync_every, warmup, rebound, climb, joint, unit), recipe.epochs
         self.phases = self.lengths.phases_before_first_epoch(recipe.epochs)
@@ -106,8 +107,7 @@ class AB(Strategy):
         replicate(model, comm)
         self.groups = make_groups(comm, group_size)
         self.group = comm.split(self.groups.ranks, "group")
-        self.role = self.groups.role_of(comm.rank)
-        self.moments = PhaseMoments(moments)
+        self.role, self.moments = self.groups.role_of(comm.rank), PhaseMoments(moments)
         self.learner = Learner(model, recipe, optimizer_replaced_by="ab")
         self.inputs = RecentInputs(model, calibration, self.learner.device)
         self.exchange: GradientExchange = make_exchange(model, reducer, comm)
@@ -124,7 +124,7 @@ class AB(Strategy):
         batch = to_device(batch, self.learner.device)  # once, for the step and for what is kept of it
         loss = self.learner.backward(batch, self.exchange)
         self.learner.update(self.phases.lr_warmup(step, self.phase_start) if self.phases else 1.0)
-        self.inputs.keep(batch[0])
+        self.inputs.keep(self.recipe.batch_loss.inputs(batch))
         self.num_epoch_steps += 1
         return loss
 
@@ -212,7 +212,7 @@ class AB(Strategy):
             statistics_fit &= not self.factoring.decompose(whole)
         if not statistics_fit:
             with self.comm.ledger.purpose("sync", instead_of="train"):
-                calibrate_batchnorm(whole, self.inputs, self.comm, self.learner.recipe.autocast)
+                calibrate_batchnorm(whole, self.inputs, self.comm, self.recipe.batch_loss.run, self.recipe.autocast)
         for layer in self.factoring.factored_layers(whole).values():
             layer.A.requires_grad_(True)
             layer.B.requires_grad_(True)

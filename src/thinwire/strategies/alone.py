@@ -16,7 +16,8 @@ from thinwire.reducers.mean import mean
 from thinwire.reducers.states import load_states
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.groups import ranks_by_node
-from thinwire.strategies.learner import Learner, Recipe
+from thinwire.strategies.learner import Learner
+from thinwire.strategies.recipe import Recipe
 from thinwire.strategies.replicas import average_buffers, replicate
 from thinwire.surgery.memory_format import usual_copy
 

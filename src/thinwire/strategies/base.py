@@ -77,6 +77,12 @@ class Strategy(ABC):
     def step(self, batch: Batch) -> Tensor:
         """Make one local update and whatever communication is due; returns this rank's loss."""
 
+    @property
+    def loss_parts(self) -> Mapping[str, Tensor]:
+        """Further numbers that the loss returned in this rank's last step, by name."""
+        source = getattr(self, "learner", None) or getattr(self, "strategy", None)  # none before a model is cut
+        return {} if source is None else source.loss_parts
+
     def skip_step(self) -> None:
         """Called instead of step() when this rank has run out of batches; only if `allows_uneven`."""
         raise UsageError(f"{type(self).__name__} needs a batch on every rank in every step; loop over tw.epoch")

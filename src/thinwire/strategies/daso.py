@@ -24,7 +24,8 @@ from thinwire.reducers.mean import mean
 from thinwire.reducers.states import load_states
 from thinwire.strategies.daso_schedule import Cycle, Plateau, cycling_epochs, say_if_mostly_waiting
 from thinwire.strategies.groups import choose_nodes
-from thinwire.strategies.learner import Learner, Recipe
+from thinwire.strategies.learner import Learner
+from thinwire.strategies.recipe import Recipe
 from thinwire.strategies.replicas import averaged_copy, averaged_state, replicate
 from thinwire.strategies.rounds import InRounds
 from thinwire.surgery.moments import OptimizerState

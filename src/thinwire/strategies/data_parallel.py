@@ -15,7 +15,8 @@ from thinwire.reducers.base import Reducer
 from thinwire.reducers.mean import mean
 from thinwire.reducers.states import load_states
 from thinwire.strategies.base import Strategy
-from thinwire.strategies.learner import Learner, Recipe
+from thinwire.strategies.learner import Learner
+from thinwire.strategies.recipe import Recipe
 from thinwire.strategies.replicas import averaged_copy, replicate
 from thinwire.surgery.moments import OptimizerState, states_by_name
 

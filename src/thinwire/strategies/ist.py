@@ -23,7 +23,8 @@ from thinwire.exchange.whole_network import WholeNetwork
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.ist_setup import Branches, Cut, Scale, device_of, find_slices, shard_model
 from thinwire.strategies.ist_shares import Shares, UnitShares, count_subnets
-from thinwire.strategies.learner import Learner, Recipe
+from thinwire.strategies.learner import Learner
+from thinwire.strategies.recipe import Recipe
 from thinwire.strategies.series import Series
 from thinwire.surgery.meta import copy_non_persistent_buffers
 from thinwire.surgery.narrow import eval_scales, narrow_network, start_scales
@@ -87,7 +88,9 @@ class IST(Strategy):
         moments = probe_moments(recipe.optimizer, carried, device)  # may raise, so before the model is emptied
         self.sharded = shard_model(model, self.slices, comm, device)
         self.moments = ShardedMoments(self.slices, comm, device, *moments)
-        self.whole = WholeNetwork(model, self.sharded, whole_gb, calibration, recipe.autocast)
+        self.whole = WholeNetwork(
+            model, self.sharded, whole_gb, calibration, recipe.batch_loss.run, recipe.autocast
+        )  # fmt: skip
         self.round, self.steps_in_round = 0, 0  # steps that this rank trained or skipped
         self.units = self._assign_units()
         if self._is_scaled:
@@ -109,7 +112,7 @@ class IST(Strategy):
         with self.shares.counted_step():
             loss = self.learner.backward(batch, self.exchange)
             self.learner.update()
-        self.whole.keep_inputs(batch[0])
+        self.whole.keep_inputs(self.learner.recipe.batch_loss.inputs(batch))
         self.steps_in_round += 1
         return loss
 

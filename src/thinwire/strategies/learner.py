@@ -3,48 +3,31 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from thinwire.common.batches import num_samples_of, split_batch
 from thinwire.common.dtypes import bfloat16_autocast, refuse_sparse
 from thinwire.common.messages import say
 from thinwire.data import Batch, to_device
 from thinwire.errors import UsageError
 from thinwire.exchange.buckets import missing_gradient_error
 from thinwire.exchange.gradients import GradientExchange
-from thinwire.optim import OptimizerFactory, learning_rates, refuse_changed_lr, refuse_scheduler
+from thinwire.losses import CountedCalls, LossValue, channels_last
+from thinwire.optim import learning_rates, refuse_changed_lr, refuse_scheduler, scaled_lr
 from thinwire.strategies.clipping import are_alike, clip_gradients, gradient_norm
 from thinwire.strategies.finite import FiniteCheck
+from thinwire.strategies.recipe import Recipe
 from thinwire.strategies.rehearsal import rehearse_backward, rehearse_update
 from thinwire.surgery import memory_format
 from thinwire.surgery.memory_format import in_order_of
 from thinwire.surgery.moments import OptimizerState
 
 IMPLEMENTATION = ("foreach", "fused")  # settings of an optimizer that do not change what it computes
-WARMUP_START_LR = 1e-5  # where a learning-rate warm-up begins
-Loss = Callable[[Any, Tensor], Tensor]  # (model output, targets) → mean over the batch
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """The settings of training that every strategy uses: the arguments of `tw.prepare`, without model and comm."""
-
-    loss: Loss
-    optimizer: OptimizerFactory  # a factory, because some strategies make parameters in mid-run
-    schedule: Callable[[int], float] = lambda step: 1.0  # step → factor of the learning rate
-    clip_norm: float | None = None  # largest norm of the gradient; None = not clipped
-    accumulate: int = 1  # micro-batches that a batch is computed in; more = less memory, same update
-    autocast: bool = False  # whether forward passes compute in bfloat16
-    epochs: int | None = None  # in the whole run; for strategies with phases
-    compile: bool = False  # whether the model is compiled by torch.compile; of strategies that leave it whole
-    optimizer_state: Mapping[str, OptimizerState] = field(default_factory=dict)  # that the first optimizer begins with
-    own_loop: bool = field(default=False, kw_only=True)  # the caller makes the steps: nothing here learns
-    rehearses: bool = field(default=False, kw_only=True)  # nothing is computed and gradients are zeros; on dry comms
 
 
 class Learner:
@@ -62,6 +45,7 @@ class Learner:
         self._has_run = False  # whether the model's code has computed a step, so that it can
         self.new_optimizer(recipe.optimizer_state)
         self.loss = torch.zeros(())  # of the last step
+        self.loss_parts: dict[str, Tensor] = {}  # further numbers that the loss returned in the last step
         self._autocast = bfloat16_autocast(self.device, recipe.autocast)
         self._finite_check = FiniteCheck()
 
@@ -112,25 +96,24 @@ class Learner:
 
     def backward(self, batch: Batch, exchange: GradientExchange, exchanging: bool = True) -> Tensor:
         """Compute the gradients of the mean loss over the batch, and exchange them or not; returns the loss."""
-        self.zero_grad()
+        self.begin_step()
         if self.recipe.rehearses:
             self.loss = rehearse_backward(self.model, exchange, exchanging)
             return self.loss
-        inputs, targets = to_device(batch, self.device)
-        if self.is_channels_last and inputs.dim() == 4:
-            inputs = inputs.contiguous(memory_format=torch.channels_last)
-        micro_batches = list(zip(self.micro_batches(inputs), self.micro_batches(targets), strict=True))
+        on_device = to_device(batch, self.device)
+        if self.is_channels_last:
+            on_device = self.recipe.batch_loss.map_inputs(on_device, channels_last)
+        micro_batches = self.micro_batches(on_device)
         losses, in_forward = [], False
         may_fail = self.is_channels_last and not self._has_run
         before = memory_format.ForwardState(self.model, self.device) if may_fail else None
         try:
-            for i, (x, y) in enumerate(micro_batches, 1):
+            for i, micro_batch in enumerate(micro_batches, 1):
                 with nullcontext() if exchanging and i == len(micro_batches) else exchange.accumulating():
                     in_forward = True
                     with self._autocast:
-                        loss = self.recipe.loss(exchange.forward(x), y)
-                        if len(micro_batches) > 1:
-                            loss = loss * (len(x) / len(inputs))
+                        share = num_samples_of(micro_batch) / num_samples_of(on_device) if len(micro_batches) > 1 else 1
+                        loss = self._weighted_loss(micro_batch, exchange, share)
                     in_forward = False
                     loss.backward()
                 losses.append(loss.detach())
@@ -149,6 +132,23 @@ class Learner:
         self.loss = losses[0] if len(losses) == 1 and losses[0].dim() == 0 else torch.stack(losses).sum()
         return self.loss
 
+    def _weighted_loss(self, micro_batch: Batch, exchange: GradientExchange, share: float) -> Tensor:
+        """The loss of a micro-batch times its share of the batch; its parts are added to those of the batch."""
+        model = CountedCalls(self.model, exchange.forward)
+        value = self.recipe.batch_loss(model, micro_batch)
+        model.check()
+        total = self._add_parts(value, share)
+        return total if share == 1 else total * share
+
+    def loss_of_output(self, output: Any, targets: Tensor, share: float) -> Tensor:
+        """The loss of an output; its parts are added to those of the batch, times the micro-batch's share of it."""
+        return self._add_parts(self.recipe.batch_loss.of_output(output, targets), share)
+
+    def _add_parts(self, value: LossValue, share: float) -> Tensor:
+        for name, part in value.parts.items():
+            self.loss_parts[name] = self.loss_parts.get(name, 0) + share * part
+        return value.total
+
     def give_up_channels_last(self) -> None:
         """Go on with a model that calls `view` on what a convolution returns; it fails in its first forward pass."""
         say(
@@ -159,6 +159,11 @@ class Learner:
         memory_format.keep_outputs_contiguous(self.model)
         self._allows_channels_last = self.is_channels_last = False
 
+    def begin_step(self) -> None:
+        """Forget gradients and parts of the loss of the step before."""
+        self.zero_grad()
+        self.loss_parts = {}
+
     def zero_grad(self) -> None:
         """Drop all gradients, also those that a backward pass outside of thinwire left (as in a GAN)."""
         for p in self._parameters.values():
@@ -167,8 +172,8 @@ class Learner:
     def update(self, lr_warmup: float = 1.0, total_norm: Callable[[Tensor], Tensor] = lambda norm: norm) -> None:
         """Check and clip the gradients, and take an optimizer step.
 
-        `lr_warmup` goes from 0 (WARMUP_START_LR) to 1 (the learning rate of the schedule). `total_norm` computes the
-        norm of the whole model's gradient from the norm of the part on this rank.
+        `lr_warmup` goes from 0 to 1, which is the learning rate of the schedule. `total_norm` computes the norm of the
+        whole model's gradient from the norm of the part on this rank.
         """
         if self.recipe.rehearses:
             total_norm(self.loss)  # which may be sent
@@ -181,7 +186,7 @@ class Learner:
         if self.recipe.clip_norm is not None:
             clip_gradients(parameters, gradients, self.recipe.clip_norm, norm, self._are_alike)
         self._finite_check.add(self.loss, norm, self.num_steps + 1)
-        with self._scaled_lr(self.recipe.schedule(self.num_steps), lr_warmup):
+        with scaled_lr(self.optimizer, self.recipe.schedule(self.num_steps), lr_warmup):
             self.optimizer.step()
         self.zero_grad()
         self.num_steps += 1
@@ -196,18 +201,6 @@ class Learner:
         if {p.grad.layout for p in found if p.grad is not None} - {torch.strided}:
             self._refuse_sparse()
         return list(found)
-
-    @contextmanager
-    def _scaled_lr(self, factor: float, lr_warmup: float) -> Iterator[None]:
-        """Inside, learning rates are scaled; afterwards they are what torch's scheduler or the user set."""
-        unscaled = [(group, group["lr"]) for group in self.optimizer.param_groups]
-        for group, lr in unscaled:
-            group["lr"] = lr_warmup * lr * factor + (1 - lr_warmup) * min(lr * factor, WARMUP_START_LR)
-        try:
-            yield
-        finally:
-            for group, lr in unscaled:
-                group["lr"] = lr
 
     def _refuse_sparse(self) -> None:
         """Raise an error with the parameter's name; those of DDP and of torch's norm do not name the cause."""
@@ -244,7 +237,9 @@ class Learner:
                     is_counter = isinstance(value, Tensor) and value.dim() == 0 and group.get("fused")
                     state[name] = value.to(p.device) if is_counter else in_order_of(p, value)
 
-    def micro_batches(self, tensor: Tensor) -> tuple[Tensor, ...]:
+    def micro_batches(self, batch: Batch) -> list[Batch]:
         """Split a batch into `accumulate` micro-batches of at least two samples: BatchNorm needs two."""
-        number = min(self.recipe.accumulate, len(tensor) // 2)
-        return tensor.tensor_split(number) if number > 1 else (tensor,)
+        if self.recipe.accumulate == 1:
+            return [batch]
+        number = min(self.recipe.accumulate, num_samples_of(batch) // 2)
+        return split_batch(batch, number) if number > 1 else [batch]

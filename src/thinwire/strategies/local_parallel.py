@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -19,12 +20,12 @@ from thinwire.comm.queues import RecvQueue, SendQueue
 from thinwire.common.dtypes import bfloat16_autocast
 from thinwire.common.seeding import seeded
 from thinwire.common.tensors import checksum, fingerprint
-from thinwire.data import Batch, derive_seed, to_device
+from thinwire.data import Batch, derive_seed, two_tensors
 from thinwire.errors import RunError
 from thinwire.reducers.base import Reducer
 from thinwire.reducers.mean import mean
 from thinwire.strategies.base import Artifact
-from thinwire.strategies.learner import Recipe
+from thinwire.strategies.recipe import Recipe
 from thinwire.strategies.stages.costs import flops_with_local_losses
 from thinwire.strategies.stages.cut_model import Stage
 from thinwire.strategies.stages.cutting import Cut
@@ -94,14 +95,14 @@ class LocalParallel(Staged):
 
         If gradients of later losses come back from the next block, all micro-batches wait for them in between.
         """
-        inputs, targets = to_device(batch, self.device)
+        inputs, targets = two_tensors(batch, self.device)
         if not self.has_begun:
             self.begin(inputs)
         self.steps_left = max(0, self.steps_left - 1)
         if self.copies is not None:
             self.copies.refresh(self.learner.num_steps)
         self.gradients_to_previous.flush()
-        self.learner.zero_grad()
+        self.learner.begin_step()
         split = self.learner.micro_batches
         parts = list(zip(split(inputs), split(targets), map(fingerprint, split(batch[1])), strict=True))
         returning = self.window.crossing(self.k + 1)  # losses whose gradients the next block sends back
@@ -152,18 +153,18 @@ class LocalParallel(Staged):
             return torch.zeros((), device=self.device)
         z = micro_batch.z.detach().requires_grad_()
         with self._computing(number, 1):
-            loss = self._loss_of_head(z.clone(), y) * weight  # a head may begin in place
+            loss = self._loss_of_head(z.clone(), y, weight) * weight  # a head may begin in place
         loss.backward()
         assert z.grad is not None
         micro_batch.gradients[self.k] = z.grad
         self._send_back(self.k, micro_batch)
         return loss.detach()
 
-    def _loss_of_head(self, z: Tensor, y: Tensor) -> Tensor:
-        head = self.stage.head
+    def _loss_of_head(self, z: Tensor, y: Tensor, weight: float) -> Tensor:
+        head, loss = self.stage.head, partial(self.learner.loss_of_output, share=weight)
         if isinstance(head, HeadModule):
-            return head.loss(z, y, self.recipe.loss)
-        return self.recipe.loss(z if head is None else head(z), y)
+            return head.loss(z, y, loss)
+        return loss(z if head is None else head(z), y)
 
     def _send_back(self, loss: int, micro_batch: MicroBatch) -> None:
         """Send ∂L_j/∂z_{k−1} to the previous block if L_j reaches that far, unless `_backward` will do so."""

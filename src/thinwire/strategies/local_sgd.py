@@ -16,7 +16,8 @@ from thinwire.exchange.gradients import NoExchange
 from thinwire.exchange.parameters import Outer, ParameterAverager
 from thinwire.reducers.base import Reducer
 from thinwire.reducers.mean import mean
-from thinwire.strategies.learner import Learner, Recipe
+from thinwire.strategies.learner import Learner
+from thinwire.strategies.recipe import Recipe
 from thinwire.strategies.replicas import averaged_copy, averaged_state, replicate
 from thinwire.strategies.rounds import InRounds, Rounds
 from thinwire.surgery.moments import OptimizerState

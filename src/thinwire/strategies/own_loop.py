@@ -19,7 +19,7 @@ from thinwire.common.messages import say
 from thinwire.errors import UsageError
 from thinwire.exchange.alone import Alone
 from thinwire.spec import parse
-from thinwire.strategies.learner import Recipe
+from thinwire.strategies.recipe import Recipe
 from thinwire.strategies.replicas import average_buffers
 from thinwire.strategies.rounds import InRounds
 

@@ -17,11 +17,11 @@ from thinwire.comm.work import Work
 from thinwire.common.dtypes import bfloat16_autocast
 from thinwire.common.messages import say
 from thinwire.common.tensors import fingerprint
-from thinwire.data import Batch, to_device
+from thinwire.data import Batch, two_tensors
 from thinwire.errors import UsageError
 from thinwire.reducers.base import Reducer
 from thinwire.reducers.mean import mean
-from thinwire.strategies.learner import Recipe
+from thinwire.strategies.recipe import Recipe
 from thinwire.strategies.stages.cutting import Cut
 from thinwire.strategies.stages.staged import Staged
 from thinwire.surgery.costs import activations
@@ -77,18 +77,19 @@ class Pipeline(Staged):
 
     def _loss(self, out: Tensor, targets: Tensor) -> Tensor:
         with self._autocast():
-            return self.recipe.loss(out, targets)
+            return self.learner.loss_of_output(out, targets, len(targets) / self.num_samples)
 
     def _autocast(self) -> torch.autocast:
         return bfloat16_autocast(self.device, self.recipe.autocast)
 
     def step(self, batch: Batch) -> Tensor:
-        inputs, targets = to_device(batch, self.device)
+        inputs, targets = two_tensors(batch, self.device)
         if not self.has_begun:
             self.begin(inputs)
         num_micro_batches = self._num_micro_batches(len(inputs))
-        self.learner.zero_grad()
+        self.learner.begin_step()
         sending = self._exchange_fingerprints(fingerprint(batch[1]))
+        self.num_samples = len(inputs)
         self.learner.loss = self.pipe.step(inputs, targets, num_micro_batches)
         if sending is not None:
             sending.wait()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import kernels, registry
@@ -17,9 +17,10 @@ from thinwire.common.dtypes import refuse_unfit
 from thinwire.common.messages import quiet, say
 from thinwire.common.tensors import named_tensors
 from thinwire.errors import ThinwireError, UsageError
+from thinwire.losses import Loss
 from thinwire.optim import OptimizerFactory
 from thinwire.strategies.base import Strategy
-from thinwire.strategies.learner import Loss, Recipe
+from thinwire.strategies.recipe import Recipe
 from thinwire.surgery.meta import refuse_moved_to_meta, with_tensors
 
 
@@ -28,7 +29,7 @@ def prepare(
     *,
     model: nn.Module,
     optimizer: OptimizerFactory,
-    loss: Loss,
+    loss: Loss | None,
     comm: Comm,
     schedule: Callable[[int], float] = lambda step: 1.0,
     clip_norm: float | None = None,
@@ -38,6 +39,10 @@ def prepare(
     compile: bool = False,
 ) -> Strategy:
     """A trainer for your model: the strategy that a spec names, ready to `step`.
+
+    `loss` is a function of (output, targets), for batches that are (inputs, targets). If its first parameter is called
+    `model`, it is a function of (model, batch): it calls the model itself, and batches have any structure. It is None
+    if the model returns its loss. A loss may be a dict: "loss", and further numbers to log (`trainer.loss_parts`).
 
     `optimizer` is a factory because some strategies make parameters in mid-run. `schedule` maps a step to a factor of
     the optimizer's learning rate, which torch's schedulers may change too. `epochs` is the number of epochs of the
@@ -55,10 +60,7 @@ def prepare(
     _check_options(optimizer, loss, clip_norm, accumulate, epochs)
     _check_schedule(schedule)
     _check_model(model)
-    refuse_moved_to_meta(model)
-    refuse_unfit(model, "prepare")
-    checked = _with_checked_result(loss)
-    recipe = Recipe(checked, optimizer, schedule, clip_norm, accumulate, autocast, epochs, compile)
+    recipe = Recipe(loss, optimizer, schedule, clip_norm, accumulate, autocast, epochs, compile)
     comm.ledger.part = 0  # a sequence that was prepared before may have left its own
     return make_strategy(spec, model, recipe, comm)
 
@@ -139,8 +141,11 @@ def _check_options(optimizer: Any, loss: Any, clip_norm: float | None, accumulat
         raise UsageError(
             "optimizer: give a factory, not an optimizer: lambda parameters: torch.optim.SGD(parameters, 0.1)"
         )
-    if not callable(loss) or isinstance(loss, type):
-        raise UsageError(f"loss={loss!r}; give a function of (output, targets), as torch.nn.functional.cross_entropy")
+    if loss is not None and (not callable(loss) or isinstance(loss, type)):
+        raise UsageError(
+            f"loss={loss!r}; give a function of (output, targets), as torch.nn.functional.cross_entropy, or of (model, "
+            "batch), or None if the model returns its loss"
+        )
     if accumulate < 1:
         raise UsageError(f"accumulate={accumulate}; possible: 1 or more")
     if clip_norm is not None and not clip_norm > 0:
@@ -157,21 +162,8 @@ def _check_model(model: nn.Module) -> None:
             "model is wrapped in DistributedDataParallel, which would average gradients a second time; give the "
             "wrapped model, model.module, or keep DDP and your own loop, and use tw.attach"
         )
-
-
-def _with_checked_result(loss: Loss) -> Loss:
-    """The same loss, but a result that is not a tensor raises UsageError."""
-
-    def checked(output: Any, targets: Tensor) -> Tensor:
-        result = loss(output, targets)
-        if not isinstance(result, Tensor):
-            raise UsageError(
-                f"the loss ({getattr(loss, '__name__', loss)}) returned a {type(result).__name__}; return the mean "
-                "over the batch as a tensor, without .item()"
-            )
-        return result
-
-    return checked
+    refuse_moved_to_meta(model)
+    refuse_unfit(model, "prepare")
 
 
 def _check_schedule(schedule: Callable[[int], float]) -> None:

@@ -20,8 +20,8 @@ from thinwire.errors import RunError, UsageError
 from thinwire.spec import Spec
 from thinwire.strategies.base import Artifact, Strategy, factored_artifact
 from thinwire.strategies.groups import first_alike
-from thinwire.strategies.learner import Recipe
 from thinwire.strategies.prepare import make_strategy, rehearse
+from thinwire.strategies.recipe import Recipe
 from thinwire.strategies.sequence_parts import Part, plan_parts, refuse_long_climb, refuse_order, with_starts
 from thinwire.strategies.sequence_recipes import OptimizerWatch, Schedule, Seam, recipe_of, say_if_in_first_epoch
 from thinwire.surgery.low_rank_model import LowRankLayers, give_low_rank_layers, merge_low_rank_layers

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from thinwire.common.messages import say
 from thinwire.optim import OptimizerFactory, learning_rates, refuse_changed_lr, refuse_scheduler
-from thinwire.strategies.learner import Recipe
+from thinwire.strategies.recipe import Recipe
 from thinwire.strategies.sequence_parts import Part
 from thinwire.surgery.low_rank_model import LowRankLayers
 

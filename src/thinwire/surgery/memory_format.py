@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+T = TypeVar("T")
 CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 FAST_ON = {"cuda"}  # types of devices on which convolutions get channels_last weights; others compute as before
 
@@ -34,15 +36,15 @@ def keep_outputs_contiguous(model: nn.Module) -> None:
             module.register_forward_hook(_make_contiguous)
 
 
-def compute_in_any_order(model: nn.Module, inputs: Tensor) -> Any:
-    """model(inputs). If the model calls `view` on what a convolution returns, convolutions return the usual order."""
+def compute_in_any_order(model: nn.Module, compute: Callable[[], T]) -> T:
+    """compute(). If the model calls `view` on what a convolution returns, convolutions return the usual order."""
     try:
-        return model(inputs)
+        return compute()
     except RuntimeError as error:
         if not is_view_error(error):
             raise
         keep_outputs_contiguous(model)
-        return model(inputs)
+        return compute()
 
 
 def usual_copy(model: nn.Module) -> nn.Module:

@@ -18,7 +18,8 @@ from thinwire.exchange.gradients import AfterBackward, GradientExchange, NoExcha
 from thinwire.reducers.base import Reducer
 from thinwire.reducers.states import load_states
 from thinwire.strategies.base import Strategy
-from thinwire.strategies.learner import Learner, Recipe
+from thinwire.strategies.learner import Learner
+from thinwire.strategies.recipe import Recipe
 from thinwire.strategies.replicas import replicate
 from thinwire.strategies.series import Series
 from thinwire.strategies.stages.costs import add_up_costs
@@ -57,6 +58,11 @@ class Staged(Strategy, abstract=True):
         self, name: str, model: nn.Module, recipe: Recipe, comm: Comm, blocks: int | None, cut: Cut, reducer: Reducer
     ) -> None:
         cut_at = layer_names(name, cut)
+        if recipe.batch_loss.kind != "output":
+            raise UsageError(
+                f"{name} cuts the model into blocks, and only the last one knows the output; give a loss of (output, "
+                "targets), and batches of (inputs, targets), two tensors"
+            )
         if not any(p.requires_grad for p in model.parameters()):
             raise UsageError("the model has no parameter to train; set requires_grad on at least one")
         self.name, self.comm, self.recipe, self.cut, self.reducer = name, comm, recipe, cut, reducer

@@ -1,0 +1,115 @@
+"""Runs of tasks whose samples are dicts of different lengths, with masks."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import thinwire as tw
+from tests.run.test_worker import same_files, timeless, train
+from tests.training import seeded
+from tests.user_task import MaskedNet, pad, sentences
+from tests.worlds import ProcessWorlds, World, on_threads
+from thinwire.comm.base import Comm
+from thinwire.config import RunConfig
+from thinwire.errors import UsageError
+from thinwire.plan.planner import study
+from thinwire.plan.workload import TaskWorkload
+from thinwire.run.checkpoint import Checkpoints
+from thinwire.run.evaluation import evaluate
+from thinwire.run.records import read_rows
+from thinwire.run.startup import with_defaults
+
+TASK = "tests.user_task:sentences(loss={})"
+SPECS = [
+    "data_parallel", "local_sgd(every=4)", "diloco(every=4)", "alone", "ab(cutoff=0.5)", "auto",
+    "sequence([data_parallel, local_sgd])",
+]  # fmt: skip
+
+
+def run(world: World, out: Path, loss: str, ranks: int = 2, **settings: Any) -> dict[str, Any]:
+    found: dict[str, Any] = world(train, ranks, {"task": TASK.format(loss), "out": out, **settings})[0]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["own", "weighted"])
+@pytest.mark.parametrize("strategy", SPECS)
+def test_a_run_learns_and_resumes(tmp_path: Path, process_world: ProcessWorlds, strategy: str, loss: str) -> None:
+    world = process_world.run
+    straight = run(world, tmp_path / "straight", loss, strategy=strategy, epochs=3)
+    run(world, tmp_path / "stopped", loss, strategy=strategy, epochs=3, minutes=1e-6)
+    assert len(read_rows(tmp_path / "stopped" / "metrics.jsonl")) == 1
+    run(world, tmp_path / "stopped", loss, strategy=strategy, epochs=3, resume=True)
+    assert same_files(tmp_path / "straight", tmp_path / "stopped")
+    rows = read_rows(tmp_path / "straight" / "metrics.jsonl")
+    assert rows[-1]["train_loss"] < rows[0]["train_loss"]
+    assert straight["value"] == rows[-1]["test_loss"]
+    parts = {"train_size"} if loss == "own" else {"train_size", "train_entropy"}
+    assert {name for name in rows[0] if name.startswith("train_")} == {"train_loss", "train_seconds"} | parts
+    if loss == "weighted":
+        total = rows[0]["train_entropy"] + 0.01 * rows[0]["train_size"]
+        assert rows[0]["train_loss"] == pytest.approx(total, rel=1e-4)
+
+
+def test_the_parts_of_an_epoch_survive_a_stop_in_its_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(on_threads, tmp_path / "straight", "weighted", ranks=1, epochs=2)
+    before, count = Checkpoints.save, 0
+
+    def stop(self: Checkpoints, *args: Any) -> None:
+        nonlocal count
+        before(self, *args)
+        count += 1
+        if count == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Checkpoints, "save", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(on_threads, tmp_path / "stopped", "weighted", ranks=1, epochs=2, checkpoint_every=4)
+    monkeypatch.undo()
+    run(on_threads, tmp_path / "stopped", "weighted", ranks=1, epochs=2, checkpoint_every=4, resume=True)
+    one, other = (timeless(tmp_path / name, "metrics.jsonl") for name in ("straight", "stopped"))
+    assert one == other
+
+
+def test_the_loss_is_the_mean_over_all_test_samples() -> None:
+    task = sentences(None, 0)
+    model = seeded(0, MaskedNet)
+    with torch.no_grad():
+        whole = float(copy.deepcopy(model).eval()(**pad(task.test))["loss"])  # type: ignore[arg-type]
+
+    def test(comm: Comm) -> float:
+        return evaluate(copy.deepcopy(model), task, comm, torch.device("cpu"), batch_size=7)["loss"]
+
+    for ranks in (1, 3):
+        assert tw.simulate(test, ranks=ranks) == pytest.approx([whole] * ranks, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_such_tasks_are_planned() -> None:
+    task = sentences(None, 0)
+    config = with_defaults(RunConfig(task=TASK.format("own"), batch_size=25), task, 2)
+    for spec in ("data_parallel", "diloco"):
+        assert study(spec, TaskWorkload(config, task), [0, 1], 0.05) is not None
+
+
+def test_mistakes_of_tasks_are_named() -> None:
+    task = sentences(None, 0)
+    with pytest.raises(UsageError, match=r"metric='accuracy' needs a loss of \(output, targets\)"):
+        tw.Task(task.train, task.test, (), 2, "mlp", loss=None)
+    with pytest.raises(UsageError, match="collate_fn=3; give a function"):
+        tw.Task(task.train, task.test, (), 2, "mlp", collate_fn=3)  # type: ignore[arg-type]
+
+
+def test_loaders_collate() -> None:
+    task = sentences(None, 0)
+    batches = list(tw.loader(task.train, tw.Shard(0, 2), batch_size=10, collate_fn=task.collate_fn))
+    assert [len(batch["labels"]) for batch in batches] == [10] * 25
+    assert all(batch["ids"].shape == batch["mask"].shape for batch in batches)
+    data = torch.utils.data.TensorDataset(torch.arange(8.0))
+    summed = list(tw.loader(data, tw.Shard(0, 1), batch_size=4, collate_fn=lambda rows: sum(row[0] for row in rows)))
+    assert float(sum(summed)) == 28
