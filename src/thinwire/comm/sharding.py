@@ -54,7 +54,10 @@ def _shard_mesh(model: nn.Module) -> DeviceMesh | None:
     """The mesh that fully_shard divided the parameters over; None if they are not divided."""
     meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
     if meshes and not is_sharded(model):
-        raise UsageError("the parameters are divided by something else than fully_shard, which is not supported")
+        raise UsageError(
+            "the parameters are divided by something else than fully_shard, as by tensor parallelism, which is not "
+            "supported: parameters that its ranks have in common could differ after an exchange; use fully_shard"
+        )
     if len(meshes) > 1 or any(mesh.ndim != 1 for mesh in meshes):
         raise UsageError(
             f"the parameters are sharded over {' and '.join(str(mesh) for mesh in meshes)}; possible: one mesh "
