@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
@@ -301,6 +302,8 @@ def refused(comm: Comm, case: str) -> str:
     elif case == "one replica":
         net = DistributedDataParallel(net, process_group=mesh["tp"].get_group())
         about = {"group": mesh["tp"]}
+    elif case == "tensor parallel":
+        net, about = parallelize_module(net, mesh["tp"], ColwiseParallel()), {"group": mesh["dp"]}
     elif comm.rank < 2:
         tw.rounds(net, "local_sgd", **about).close()
         return "a member"
@@ -314,6 +317,7 @@ def refused(comm: Comm, case: str) -> str:
     [
         ("both", "comm and group are given"),
         ("one replica", "all 2 ranks train one replica"),
+        ("tensor parallel", "could differ after an exchange; use fully_shard"),
         ("not a member", "rounds: rank 3 is not in the group"),
         ("one rank", "0 bytes"),
     ],

@@ -196,7 +196,9 @@ class ProcessComm(Comm):
         sent = to_bytes(self._own(tensor, device))
         if sent.numel():
             with peer_errors():
-                dist.broadcast(sent, None, self.group, False, root)
+                dist.broadcast(
+                    sent, None, self.group, False, root
+                )  # with group=…, torch would log its own error instead
         return from_bytes(sent, tensor.dtype, tensor.shape).to(device)
 
     def _isend(self, tensor: Tensor, to: int, device: torch.device) -> Work:
