@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import thinwire as tw
-from tests.worlds import ProcessWorlds, World, ends_of, worlds
+from tests.worlds import ProcessWorlds, World, ends_of, no_grace, worlds
 from thinwire.comm.base import Comm
 from thinwire.comm.user_groups import comm_like, process_group
+from thinwire.errors import PeerLost
 
 CPU = torch.device("cpu")
 
@@ -71,6 +72,32 @@ def beside_torch(comm: Comm) -> None:
 @pytest.mark.usefixtures("process_world")  # whose fork server stays
 def test_torchs_own_names_do_not_depend_on_ours() -> None:
     assert ends_of(beside_torch, [4]) == [""] * 4
+
+
+def lost(comm: Comm, op: str) -> str:
+    """One of two ranks closes its Comm; what the other one begins then fails, and other groups go on."""
+    mine = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][comm.rank % 2]
+    made = comm_like(mine, CPU)
+    made.barrier()
+    end = ""
+    if comm.rank == 0:
+        made.close()
+    elif comm.rank == 2:
+        with no_grace(), pytest.raises(PeerLost) as error:
+            getattr(made, op)(torch.ones(1), *([0] if op == "recv" else []))
+        end = str(error.value)
+    else:
+        made.barrier()
+    made.close()
+    comm.barrier()
+    return end
+
+
+@pytest.mark.parametrize("op", ["sum", "broadcast", "all_gather", "recv"])
+def test_a_rank_of_a_part_that_leaves_is_lost_to_that_part(process_world: ProcessWorlds, op: str) -> None:
+    first, second, third, fourth = process_world.run(lost, 4, op)
+    assert third.startswith("lost contact with another rank")
+    assert (first, second, fourth) == ("", "", "")
 
 
 def of_replicas(comm: Comm, case: str) -> Any:

@@ -195,10 +195,8 @@ class ProcessComm(Comm):
     def _broadcast(self, tensor: Tensor, root: int, device: torch.device) -> Tensor:
         sent = to_bytes(self._own(tensor, device))
         if sent.numel():
-            with peer_errors():
-                dist.broadcast(
-                    sent, None, self.group, False, root
-                )  # with group=…, torch would log its own error instead
+            with peer_errors():  # not group=…: for its log of errors torch looks that up, and may not know it
+                dist.broadcast(sent, None, self.group, False, root)
         return from_bytes(sent, tensor.dtype, tensor.shape).to(device)
 
     def _isend(self, tensor: Tensor, to: int, device: torch.device) -> Work:
