@@ -31,6 +31,7 @@ MAY_USE_DISTRIBUTED = {
     "comm/pairwise",
     "comm/process",
     "comm/process_groups",
+    "comm/user_groups",
     "comm/sharding",
     "comm/pipelining",
     "comm/join",

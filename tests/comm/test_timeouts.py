@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from tests.worlds import ProcessWorlds, no_grace
-from thinwire.comm.join import comm_like
 from thinwire.comm.process import ProcessComm
+from thinwire.comm.user_groups import comm_like
 from thinwire.errors import PeerLost
 
 

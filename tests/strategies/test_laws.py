@@ -212,3 +212,18 @@ def test_autocast_trains_with_float32_weights(world: World, spec: str) -> None:
     for sees, learns, dtype in results:
         assert learns or not sees
         assert dtype == "torch.float32"
+
+
+def in_halves(comm: Comm, spec: str) -> dict[str, Tensor]:
+    return train_from_equal_weights(comm.split([[0, 2], [1, 3]], comm.link), spec)
+
+
+@pytest.mark.parametrize("spec", ["data_parallel", "daso", "ab", "ist", "local_parallel"])
+def test_a_part_of_the_world_trains_what_a_world_of_its_size_does(process_world: ProcessWorlds, spec: str) -> None:
+    wanted = process_world.run(train_from_equal_weights, 2, spec)
+    assert all(same(found, wanted[rank // 2]) for rank, found in enumerate(process_world.run(in_halves, 4, spec)))
+
+
+def test_torchs_pipelines_need_the_whole_world(process_world: ProcessWorlds) -> None:
+    with pytest.raises(AssertionError, match=r"UsageError: pipeline: .* give the comm of tw.join"):
+        process_world.run(in_halves, 4, "pipeline")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import datetime
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from thinwire.comm.addresses import gloo_interface
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.process import ProcessComm
-from thinwire.comm.process_groups import new_group_pair, timeout_of
+from thinwire.comm.process_groups import timeout_of
 from thinwire.comm.store import rendezvous
 from thinwire.comm.world import World, find_world, node_key, number_nodes
 from thinwire.common.memory import keep_freed_memory
@@ -87,19 +86,8 @@ def _world_comm(device: torch.device) -> ProcessComm:
     group = dist.group.WORLD
     assert group is not None
     groups = (group, dist.new_group(timeout=timeout_of(group), backend=dist.get_backend()))
-    return ProcessComm(groups, "world", Ledger(), device, _find_nodes(device))
-
-
-def comm_like(group: dist.ProcessGroup, device: torch.device) -> ProcessComm:
-    """A Comm of all ranks with process groups of its own, and the timeout of `group`, which others use. Collective."""
-    if group.size() != dist.get_world_size():
-        raise UsageError(f"a process group of {group.size()} of {dist.get_world_size()} ranks; possible: all ranks")
-    on_gpu = device.type == "cuda" and "nccl" in str(dist.get_backend_config(group))
-    backend = "nccl" if on_gpu else "gloo"
-    pair = new_group_pair(None, backend, timeout_of(group))
-    comm = ProcessComm(pair, "world", Ledger(), device, _find_nodes(device))
-    atexit.register(comm.close)
-    return comm
+    nodes = number_nodes([tuple(key) for key in gather_numbers(own_node_key(), group, device)])
+    return ProcessComm(groups, range(group.size()), "world", Ledger(), device, nodes)
 
 
 def is_single_process() -> bool:
@@ -122,12 +110,17 @@ def default_group() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def _find_nodes(device: torch.device) -> list[int]:
-    """The node of each rank, numbered in rank order. Ranks of one host that one torchrun started share a node."""
-    own = torch.tensor(node_key(find_world() or WORLD_OF_ONE), device=device if dist.get_backend() == "nccl" else "cpu")
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, own)
-    return number_nodes([(int(host), int(first)) for host, first in (one.tolist() for one in gathered)])
+def own_node_key() -> tuple[int, int]:
+    """What this rank shares with the others of its node: of one host, if one torchrun started them."""
+    return node_key(find_world() or WORLD_OF_ONE)
+
+
+def gather_numbers(own: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
+    """Equally many whole numbers of every rank of a process group, in its order. Collective."""
+    sent = torch.tensor(own, device=device if dist.get_backend(group) == "nccl" else "cpu")
+    gathered = [torch.empty_like(sent) for _ in range(group.size())]
+    dist.all_gather(gathered, sent, group)
+    return [one.tolist() for one in gathered]
 
 
 def pick_device(world: World | None = None) -> torch.device:

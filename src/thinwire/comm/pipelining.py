@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from thinwire.comm.process import ProcessComm
-from thinwire.comm.process_groups import peer_errors
+from thinwire.comm.process_groups import MADE_BY_MEMBERS, peer_errors
 from thinwire.common.tensors import num_bytes
 from thinwire.errors import RunError, UsageError
 
@@ -35,6 +35,8 @@ class Pipe:
             raise UsageError(
                 "pipeline: torch's pipelines on GPUs need nccl, with a GPU for each rank; try --device cpu"
             )
+        if comm.group.group_desc == MADE_BY_MEMBERS:
+            raise UsageError("pipeline: torch's pipelines need groups of the whole world; give the comm of tw.join()")
         self.comm, self.kind, self.loss, self.examples = comm, kind, loss, examples
         self.is_first, self.is_last = comm.rank == 0, comm.rank == comm.size - 1
         self.module = _CheckedBlock(block, examples[1], self.is_first)

@@ -15,7 +15,15 @@ from thinwire.comm import pairwise
 from thinwire.comm.background import BackgroundWork, CommThread, record_event
 from thinwire.comm.base import Comm, Op, find_own_group
 from thinwire.comm.ledger import Ledger
-from thinwire.comm.process_groups import GroupPair, new_group_pair, peer_errors, timeout_of
+from thinwire.comm.process_groups import (
+    GroupPair,
+    backend_of,
+    destroy,
+    members_group_pair,
+    new_group_pair,
+    peer_errors,
+    timeout_of,
+)
 from thinwire.comm.work import MappedWork, Work
 from thinwire.common.tensors import as_vector, from_bytes, num_bytes, to_bytes
 from thinwire.errors import RunError, UsageError
@@ -39,33 +47,39 @@ class ProcessComm(Comm):
     is_async = True
 
     def __init__(
-        self, groups: GroupPair, link: str, ledger: Ledger, device: torch.device, nodes: Sequence[int]
-    ) -> None:
+        self, groups: GroupPair, members: Sequence[int], link: str, ledger: Ledger, device: torch.device,
+        nodes: Sequence[int],
+    ) -> None:  # fmt: skip
         self.group, self.side_group = groups
+        self.members = tuple(members)  # their ranks in the world
         self.nodes = tuple(nodes)
         self.rank = self.group.rank()
         self.size = self.group.size()
         self.link = link
-        self.backend = "nccl" if dist.get_backend(self.group) == "nccl" else "gloo"
+        self.backend = backend_of(self.group)
         self.ledger = ledger
         self.wire_device = torch.device("cpu") if self.backend == "gloo" else device
         self.thread = CommThread(f"thinwire-{link}", ledger)
         self._subgroups: list[ProcessComm] = []
+        self._num_splits = 0
         self._second_lane: ProcessComm | None = None
 
     def split(self, groups: Sequence[Sequence[int]], link: str) -> ProcessComm:
-        members = find_own_group(groups, self.rank, self.size)
-        timeout = timeout_of(self.group)
-        if self.size == dist.get_world_size():
-            pairs = [new_group_pair(list(group), self.backend, timeout) for group in groups]
-            own = next(pair for pair, group in zip(pairs, groups, strict=True) if self.rank in group)
-        elif len(members) == 1:
-            own = new_group_pair([dist.get_rank()], self.backend, timeout, members_only=True)
-        else:
-            raise UsageError("split: only the whole world can be split, because every rank must make every group")
-        subgroup = ProcessComm(own, link, self.ledger, self.wire_device, [self.nodes[r] for r in members])
+        own = find_own_group(groups, self.rank, self.size)
+        members, nodes = [self.members[r] for r in own], [self.nodes[r] for r in own]
+        subgroup = ProcessComm(self._split_groups(groups, own), members, link, self.ledger, self.wire_device, nodes)
         self._subgroups.append(subgroup)
         return subgroup
+
+    def _split_groups(self, groups: Sequence[Sequence[int]], own: Sequence[int]) -> GroupPair:
+        """The whole world makes groups that torch knows, because pipelines need them; a part of it makes its own."""
+        self._num_splits += 1
+        timeout = timeout_of(self.group)
+        if self.group is dist.group.WORLD:
+            pairs = [new_group_pair(list(group), self.backend, timeout) for group in groups]
+            return next(pair for pair, group in zip(pairs, groups, strict=True) if self.rank in group)
+        name, place = f"{self._num_splits}.{own[0]}", (own.index(self.rank), len(own))
+        return members_group_pair(self.group.get_group_store(), name, place, self.backend, timeout)
 
     @property
     def lanes(self) -> Sequence[ProcessComm]:
@@ -77,7 +91,7 @@ class ProcessComm(Comm):
             return [self]
         if self._second_lane is None:
             groups = self.side_group, self.group
-            self._second_lane = ProcessComm(groups, self.link, self.ledger, self.wire_device, self.nodes)
+            self._second_lane = ProcessComm(groups, self.members, self.link, self.ledger, self.wire_device, self.nodes)
         return [self, self._second_lane]
 
     @property
@@ -108,8 +122,7 @@ class ProcessComm(Comm):
         del self.group, self.side_group
         while groups:
             group = groups.pop(0)
-            if dist.is_initialized():  # else all groups were destroyed already
-                dist.destroy_process_group(group)
+            destroy(group)
             del group
 
     @property
@@ -182,8 +195,8 @@ class ProcessComm(Comm):
     def _broadcast(self, tensor: Tensor, root: int, device: torch.device) -> Tensor:
         sent = to_bytes(self._own(tensor, device))
         if sent.numel():
-            with peer_errors():
-                dist.broadcast(sent, group=self.group, group_src=root)
+            with peer_errors():  # not group=…: for its log of errors torch looks that up, and may not know it
+                dist.broadcast(sent, None, self.group, False, root)
         return from_bytes(sent, tensor.dtype, tensor.shape).to(device)
 
     def _isend(self, tensor: Tensor, to: int, device: torch.device) -> Work:

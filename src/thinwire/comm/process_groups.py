@@ -6,8 +6,9 @@ import datetime
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 
 from thinwire.comm.addresses import gloo_interface
@@ -16,15 +17,61 @@ from thinwire.errors import PeerLost
 ProcessGroup = dist.ProcessGroup
 GroupPair = tuple[dist.ProcessGroup, dist.ProcessGroup]
 PEER_GRACE_SECONDS = 3.0
+MADE_BY_MEMBERS = "thinwire"  # the description of groups that torch does not know
 
 
-def new_group_pair(
-    ranks: list[int] | None, backend: str, timeout: datetime.timedelta | None, members_only: bool = False
+def new_group_pair(ranks: list[int], backend: str, timeout: datetime.timedelta | None) -> GroupPair:
+    """Two of torch's process groups of the same ranks of the world. Every rank of the world calls it."""
+    about: Any = {"timeout": timeout, "backend": backend}
+    return dist.new_group(ranks, **about), dist.new_group(ranks, **about)
+
+
+def members_group_pair(
+    store: dist.Store, name: str, place: tuple[int, int], backend: str, timeout: datetime.timedelta | None
 ) -> GroupPair:
-    """Two process groups of the same ranks (default: all). Every rank calls it, or the members only."""
-    about: Any = {"timeout": timeout, "backend": backend, "use_local_synchronization": members_only}
-    group = dist.new_group(ranks, **about)
-    return group, dist.new_group(ranks, **about)
+    """Two process groups that their members alone make; `place` is this rank in them, and their size.
+
+    In one store each name may be used once. torch does not know these groups: the names that it gives to other groups
+    depend on how many it knows, and these are on some ranks only. DDP can use them; its pipelines cannot.
+    """
+    first, second = (
+        _members_group(dist.PrefixStore(f"{name}/{i}", store), name, place, backend, timeout) for i in "01"
+    )
+    return first, second
+
+
+def _members_group(
+    store: dist.Store, name: str, place: tuple[int, int], backend: str, timeout: datetime.timedelta | None
+) -> dist.ProcessGroup:
+    wait = timeout or dist.default_pg_timeout
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = wait
+        made: Any = dist.ProcessGroupNCCL(dist.PrefixStore("cuda", store), *place, options)
+        kind, device = dist.ProcessGroup.BackendType.NCCL, torch.device("cuda")
+    else:
+        made = dist.ProcessGroupGloo(dist.PrefixStore("cpu", store), *place, timeout=wait)
+        kind, device = dist.ProcessGroup.BackendType.GLOO, torch.device("cpu")
+    group: Any = dist.ProcessGroup(store, *place)
+    group._set_default_backend(kind)
+    group._register_backend(device, kind, made)
+    group._set_group_name(name)
+    group._set_group_desc(MADE_BY_MEMBERS)
+    return cast(dist.ProcessGroup, group)
+
+
+def backend_of(group: dist.ProcessGroup) -> str:
+    """nccl or gloo; gloo too for a group that has several."""
+    name = group.name() if group.group_desc == MADE_BY_MEMBERS else dist.get_backend(group)
+    return "nccl" if name == "nccl" else "gloo"
+
+
+def destroy(group: dist.ProcessGroup) -> None:
+    """End a group. Its threads end once nothing refers to it."""
+    if group.group_desc == MADE_BY_MEMBERS:
+        group.shutdown()
+    elif dist.is_initialized():  # else torch has destroyed its groups already
+        dist.destroy_process_group(group)
 
 
 def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:

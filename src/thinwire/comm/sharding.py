@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -32,30 +33,45 @@ def device_of(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
+def replica_group(model: nn.Module) -> dist.ProcessGroup | None:
+    """The process group of the ranks that train one replica of a model together; None for a plain model."""
+    if isinstance(model, DistributedDataParallel):
+        group: dist.ProcessGroup = model.process_group
+        return group
+    mesh = _shard_mesh(model)
+    return None if mesh is None else mesh.get_group()
+
+
 def replica_ranks(model: nn.Module, comm: Comm) -> list[int]:
     """The ranks of `comm` that train one replica of a model with this one, in order: this one alone, if it is plain."""
     if isinstance(model, DistributedDataParallel):
         return _in_comm(dist.get_process_group_ranks(model.process_group), comm, "the DDP's process group")
+    mesh = _shard_mesh(model)
+    return [comm.rank] if mesh is None else _in_comm(mesh.mesh.tolist(), comm, "the mesh of fully_shard")
+
+
+def _shard_mesh(model: nn.Module) -> DeviceMesh | None:
+    """The mesh that fully_shard divided the parameters over; None if they are not divided."""
     meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
     if meshes and not is_sharded(model):
-        raise UsageError("the parameters are divided by something else than fully_shard, which is not supported")
-    if not meshes:
-        return [comm.rank]
-    if len(meshes) > 1 or next(iter(meshes)).ndim != 1:
+        raise UsageError(
+            "the parameters are divided by something else than fully_shard, as by tensor parallelism, which is not "
+            "supported: parameters that its ranks have in common could differ after an exchange; use fully_shard"
+        )
+    if len(meshes) > 1 or any(mesh.ndim != 1 for mesh in meshes):
         raise UsageError(
             f"the parameters are sharded over {' and '.join(str(mesh) for mesh in meshes)}; possible: one mesh "
             'of one dimension, the ranks of a node. Try: mesh = init_device_mesh("cpu", (nodes, ranks_per_node), '
             'mesh_dim_names=("nodes", "shards")), and fully_shard(module, mesh=mesh["shards"]) for each module'
         )
-    return _in_comm(next(iter(meshes)).mesh.tolist(), comm, "the mesh of fully_shard")
+    return next(iter(meshes), None)
 
 
 def _in_comm(world_ranks: Sequence[int], comm: Comm, what: str) -> list[int]:
     assert isinstance(comm, ProcessComm)
-    members = dist.get_process_group_ranks(comm.group)
-    if outside := sorted(set(world_ranks) - set(members)):
+    if outside := sorted(set(world_ranks) - set(comm.members)):
         raise UsageError(f"{what} has ranks {outside}, which are not in comm")
-    return [members.index(rank) for rank in world_ranks]
+    return [comm.members.index(rank) for rank in world_ranks]
 
 
 def reshard(model: nn.Module) -> None:

@@ -11,10 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import registry
 from thinwire.comm.base import Comm
-from thinwire.comm.join import comm_like, default_group, is_single_process
+from thinwire.comm.join import is_single_process
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.process import ProcessComm
-from thinwire.comm.sharding import between_replicas, device_of, is_sharded, reshard
+from thinwire.comm.process_groups import ProcessGroup
+from thinwire.comm.sharding import between_replicas, device_of, is_sharded, replica_group, reshard
+from thinwire.comm.user_groups import UserGroup, comm_like, process_group
 from thinwire.common.dtypes import refuse_meta, refuse_unfit
 from thinwire.common.messages import say
 from thinwire.errors import UsageError
@@ -71,16 +73,24 @@ class NotAttached(Alone, Attached):
 
 
 def attach(  # long: an example
-    model: nn.Module, spec: str, *, bucket_mb: float = 25.0, scaler: torch.amp.GradScaler | None = None
+    model: nn.Module,
+    spec: str,
+    *,
+    bucket_mb: float = 25.0,
+    scaler: torch.amp.GradScaler | None = None,
+    group: UserGroup = "world",
 ) -> Attached:
     """Exchange gradients with one of thinwire's reducers; your loop stays as it is.
 
-    The model is a DistributedDataParallel, whose gradients are exchanged between all ranks, or one that fully_shard has
-    divided over the ranks of a node: then gradients are exchanged between nodes. Call it on every rank, after making
-    that and before the first step. `no_sync` (set_requires_gradient_sync), clipping, unused parameters, torch.compile
-    (of the DDP, or of the model in it) and any optimizer work as before. If a DDP trains with a GradScaler, give it
-    here: its scale changes, and what a reducer keeps from step to step must not be counted in it. In a single process a
-    plain model will do: nothing is exchanged, and it says so. `bucket_mb` is for a DDP; shards have their own groups.
+    The model is a DistributedDataParallel, whose gradients are exchanged between all ranks of its process group, or one
+    that fully_shard has divided over the ranks of a node: then gradients are exchanged between nodes. Call it on each
+    of these ranks, after making that and before the first step. `no_sync` (set_requires_gradient_sync), clipping,
+    unused parameters, torch.compile (of the DDP, or of the model in it) and any optimizer work as before. If a DDP
+    trains with a GradScaler, give it here: its scale changes, and what a reducer keeps from step to step must not be
+    counted in it. In a single process a plain model will do: nothing is exchanged, and it says so.
+
+    `bucket_mb` is for a DDP; shards have their own groups. `group` is for shards whose replicas are a part of the
+    world: the mesh dimension, or the process group, that has one rank of each replica, or all ranks of all of them.
 
     >>> import os, torch, torch.distributed as dist, thinwire as tw
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -100,6 +110,12 @@ def attach(  # long: an example
         say("attach: a single process, so there is nothing to exchange", 0, once=True)
         return NotAttached()
     _refuse_model(model)
+    if isinstance(model, DistributedDataParallel) and group != "world":
+        raise UsageError("attach: a DDP exchanges between the ranks of its process_group; leave group out")
+    ranks = process_group(group, "attach")
+    if is_sharded(model) and ranks.size() == 1:
+        say("attach: a group of one rank, so there is nothing to exchange", 0, once=True)
+        return NotAttached()
     scale = None if scaler is None else scaler.get_scale
     if scaler is not None and is_sharded(model):
         raise UsageError(
@@ -109,17 +125,17 @@ def attach(  # long: an example
         comm = comm_like(model.process_group, next(model.parameters()).device)
         exchange: Overlapped | ShardedGradients = _attach_ddp(model, reducer, comm, bucket_mb, scale)
     else:
-        exchange, comm = _attach_shards(model, reducer)
+        exchange, comm = _attach_shards(model, reducer, ranks)
     attached = Attached(exchange, str(parse(spec)), comm)
     model._thinwire = attached  # lives as long as the model, whose hook does not keep it
     return attached
 
 
-def _attach_shards(model: nn.Module, reducer: Reducer) -> tuple[ShardedGradients, ProcessComm]:
+def _attach_shards(model: nn.Module, reducer: Reducer, group: ProcessGroup) -> tuple[ShardedGradients, ProcessComm]:
     reshard(model)
     refuse_unfit(model, "attach")
     refuse_meta(model)
-    comm = comm_like(default_group(), device_of(model))
+    comm = comm_like(group, device_of(model), replica_group(model))
     try:
         return ShardedGradients(model, reducer, between_replicas(model, comm)), comm
     except UsageError:

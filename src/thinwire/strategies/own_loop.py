@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from thinwire import registry
 from thinwire.comm.base import Comm
 from thinwire.comm.collectives import all_gather_json
-from thinwire.comm.join import comm_like, default_group, is_single_process
+from thinwire.comm.join import is_single_process
 from thinwire.comm.ledger import Ledger
-from thinwire.comm.sharding import between_replicas, device_of, is_sharded, replica_ranks, reshard
+from thinwire.comm.sharding import between_replicas, device_of, is_sharded, replica_group, replica_ranks, reshard
+from thinwire.comm.user_groups import UserGroup, comm_like, process_group
 from thinwire.common.dtypes import refuse_unfit
 from thinwire.common.messages import say
 from thinwire.errors import UsageError
@@ -101,20 +102,22 @@ class NoRounds(Alone, AttachedRounds):
 
 
 def rounds(  # long: an example
-    model: nn.Module, spec: str, *, comm: Comm | None = None, epochs: int | None = None
+    model: nn.Module, spec: str, *, comm: Comm | None = None, group: UserGroup = "world", epochs: int | None = None
 ) -> AttachedRounds:
     """Average the parameters of ranks that train separately, now and then; your loop stays as it is.
 
-    Call it on every rank, after the model is on its device and before the first step. Then `after_step()` follows each
-    step of your optimizer, and `together()` comes before everything for which ranks must be equal. It never sees the
-    loss, so scalers, schedulers, parameter groups, several optimizers and torch.compile work as before. The model is
+    Call it on every rank that takes part, after the model is on its device and before the first step. Then
+    `after_step()` follows each step of your optimizer, and `together()` comes before everything for which ranks must be
+    equal. It never sees the loss, so scalers, schedulers, parameter groups, several optimizers and torch.compile work
+    as before. The model is
 
     - a plain module: every rank is a replica;
     - a DistributedDataParallel over the ranks of a node: one rank of each node exchanges, the others get the result;
     - sharded by fully_shard over the ranks of a node: each rank exchanges its own rows.
 
-    `comm` is the world of `tw.join()`, by default torch's default process group; `epochs` is for `daso`. In a single
-    process there is nothing to average, and it says so.
+    By default all ranks take part. `group` is a process group or a device mesh of one dimension with those that do: it
+    has one rank of each replica, or all ranks of all of them. Instead of it, `comm` may be the world of `tw.join()`, or
+    what was split from it. `epochs` is for `daso`. In a single process there is nothing to average, and it says so.
 
     >>> import torch, thinwire as tw
     >>> model = torch.nn.Linear(4, 2)
@@ -136,11 +139,21 @@ def rounds(  # long: an example
     if is_sharded(plain):
         reshard(plain)
     refuse_unfit(plain, "rounds")
-    if is_single_process() if comm is None else comm.size == 1:
+    if comm is not None and group != "world":
+        raise UsageError("rounds: comm and group are given; give one of them")
+    if _is_alone(comm, group):
         registry.check("strategies", spec)
-        say("rounds: a single process, so there is nothing to average", 0, once=True)
+        say("rounds: one rank alone, so there is nothing to average", 0, once=True)
         return NoRounds()
-    return _attach_rounds(model, plain, spec, comm, Recipe(_no_loss, _no_optimizer, epochs=epochs, own_loop=True))
+    world = comm or comm_like(process_group(group, "rounds"), device_of(plain), replica_group(model))
+    recipe = Recipe(_no_loss, _no_optimizer, epochs=epochs, own_loop=True)
+    return _attach_rounds(model, plain, spec, recipe, world, is_ours=comm is None)
+
+
+def _is_alone(comm: Comm | None, group: UserGroup) -> bool:
+    if comm is not None:
+        return comm.size == 1
+    return is_single_process() or process_group(group, "rounds").size() == 1
 
 
 def _refuse_others(spec: str) -> None:
@@ -156,21 +169,28 @@ def _refuse_others(spec: str) -> None:
         )
 
 
-def _attach_rounds(model: nn.Module, plain: nn.Module, spec: str, comm: Comm | None, recipe: Recipe) -> AttachedRounds:
-    """The rounds of a model in a world of several ranks; what they made is closed again if they are refused."""
-    world: Comm = comm_like(default_group(), device_of(plain)) if comm is None else comm
+def _attach_rounds(
+    model: nn.Module, plain: nn.Module, spec: str, recipe: Recipe, world: Comm, is_ours: bool
+) -> AttachedRounds:
+    """The rounds of a model on several ranks; what they made is closed again if they are refused."""
     before = world.subgroups
 
-    def close() -> None:
-        world.close_subgroups([group for group in world.subgroups if group not in before])
-        if comm is None:
+    def close(groups: Sequence[Comm]) -> None:
+        world.close_subgroups(groups)
+        if is_ours:
             world.close()
 
     try:
-        return AttachedRounds(plain, _on_replicas(model, plain, spec, recipe, world), str(parse(spec)), world, close)
+        strategy = _on_replicas(model, plain, spec, recipe, world)
     except UsageError:
-        close()
+        close(_others(world.subgroups, before))
         raise
+    made = _others(world.subgroups, before)
+    return AttachedRounds(plain, strategy, str(parse(spec)), world, lambda: close(made))
+
+
+def _others(groups: Sequence[Comm], known: Sequence[Comm]) -> list[Comm]:
+    return [group for group in groups if group not in known]
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
