@@ -78,7 +78,7 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *a
             "compare takes strategies without --strategy, as thinwire compare data_par",
         ),
         (["train", "--strategy", "linear"], "linear is a head, not a strategy; try local_parallel(head=linear)"),
-        (["report"], "requires an argument. See thinwire report --help"),
+        (["report"], "report on what? Give one or more folders"),
         (["report", "nowhere"], "nowhere is not a folder; give one that thinwire compare or thinwire train wrote"),
         (["train", "--strategy", "DiLoCo"], "unknown strategy 'DiLoCo'; did you mean 'diloco'?"),
         (["train", "--strategy", "data-parallel(bucket_mb=5)"], "names have no '-': try data_parallel(bucket_mb=5)"),

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from thinwire import __version__, registry
 from thinwire.config import CompareConfig, PlanConfig, RunConfig, make_config
-from thinwire.errors import ThinwireError, invalid
+from thinwire.errors import ThinwireError, UsageError, invalid
 
 app = App(
     name="thinwire",
@@ -94,6 +94,12 @@ def compare(
     thinwire compare data_parallel "data_parallel(reducer=maxnorm)" --ranks 4 --nodes 2 --link 100mbit --target 95
     thinwire compare --out runs/compare-1 --resume      # do the runs that are not finished
     ```
+
+    On the ranks and the network of a world that torchrun, srun or mpirun made:
+
+    ```
+    torchrun --nproc-per-node 2 -m thinwire compare data_parallel diloco
+    ```
     """
     from thinwire.compare.runner import compare
 
@@ -125,18 +131,34 @@ def plan(
 
 
 @app.command(sort_key=3)
-def report(folder: Path, /) -> None:
-    """Write report.html, a page that needs no other files, into the folder of a comparison or of a run.
+def report(
+    *folders: Annotated[Path, Parameter(help="Folders that thinwire compare or thinwire train wrote.")],
+    out: Annotated[
+        Path | None,
+        Parameter(help="Folder for report.html. Default: the folder itself, or for several a new one in runs/."),
+    ] = None,
+) -> None:
+    """Write report.html, a page that needs no other files, about a comparison or a run, or about several of them.
 
-    Parameters
-    ----------
-    folder
-        A folder that thinwire compare or thinwire train wrote.
+    Several must have the same task. Their strategies are in one table, labelled by folder where one appears twice:
+
+    ```
+    thinwire report runs/compare-1
+    thinwire report runs/slow runs/fast --out runs/both
+    ```
     """
     from thinwire.compare.report import write_report
     from thinwire.compare.results import read_results
 
-    print(write_report(read_results(folder)))
+    if not folders:
+        raise UsageError("report on what? Give one or more folders that thinwire compare or thinwire train wrote")
+    if len(folders) == 1 and out is None:
+        print(write_report(read_results(folders[0])))
+        return
+    from thinwire.compare.finish import print_results
+    from thinwire.compare.several import report_several
+
+    print_results(report_several(folders, out))
 
 
 @app.command(sort_key=4)

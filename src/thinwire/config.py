@@ -138,7 +138,6 @@ class CompareConfig(RunConfig):
     """The settings that all runs of a comparison share. `seed` is the seed of the first run of each strategy."""
 
     strategy: Annotated[str, Parameter(parse=False, show=False)] = ""
-    ranks: Annotated[PositiveInt | None, option(WHERE, "Processes to start on this machine. Default: 1.")] = None
     resume: Annotated[
         bool,
         option(

@@ -22,6 +22,7 @@ from thinwire.errors import RunError, UsageError
 JOIN_SECONDS = 300
 RESOLVE_SECONDS = 60  # names of containers may be unknown for a while; one that is unknown for longer is a mistake
 WAIT_QUIETLY_SECONDS = 10  # before a rank prints that it waits for others
+JOIN_VARIABLE = "THINWIRE_JOIN"  # set for processes that join in place of others: a name for the keys of this join
 _joins = itertools.count()
 
 
@@ -30,13 +31,14 @@ def rendezvous(world: World) -> dist.Store:
     if world.size == 1:
         return dist.HashStore()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    within = os.environ.get(JOIN_VARIABLE, "world")
     where = f"{world.address}:{world.port}"
     addresses = _resolve_master(world)
     notice = threading.Timer(WAIT_QUIETLY_SECONDS, _print_waiting, (world, where, addresses))
     notice.daemon = True
     notice.start()
     try:
-        store = dist.PrefixStore(f"thinwire/{attempt}/{next(_joins)}", _open_store(world))
+        store = dist.PrefixStore(f"thinwire/{attempt}/{within}/{next(_joins)}", _open_store(world))
         store.set(f"here/{world.rank}", "")
         store.wait([f"here/{rank}" for rank in range(world.size)], datetime.timedelta(seconds=JOIN_SECONDS))
         return store

@@ -61,20 +61,32 @@ def decide(
     return Decision(run=seconds <= MAX_SHARE * others, seconds=seconds, others_seconds=others)
 
 
-def initial_decision(config: CompareConfig, specs: Sequence[str], saved: Decision | None) -> Decision | None:
+def initial_decision(
+    config: CompareConfig, specs: Sequence[str], saved: Decision | None, ranks_by_node: Sequence[int] | None = None
+) -> Decision | None:
     """The decision before the runs; None if it depends on the time that they take.
 
-    `saved` is the decision of a comparison that is resumed.
+    `saved` is the decision of a comparison that is resumed, `ranks_by_node` of the world that does the runs; without
+    one, the config says how many ranks are started.
     """
     ranks = config.ranks or 1
     nodes = config.nodes or (ranks if config.link is not None else 1)
+    if ranks_by_node is not None:
+        ranks, nodes = sum(ranks_by_node), len(ranks_by_node)
+    is_even = len(set(ranks_by_node)) == 1 if ranks_by_node else ranks % nodes == 0
     if config.baseline == "none" or SPEC in specs:
         return NOT_RUN
     if config.baseline == "auto":
-        return saved if ranks > 1 and ranks % nodes == 0 else NOT_RUN
+        return saved if ranks > 1 and is_even else NOT_RUN
     if ranks == 1:
         raise UsageError("--baseline alone is about several ranks, and there is one; try --ranks 4")
-    if ranks % nodes:
+    if not is_even and ranks_by_node is not None:
+        counts = ", ".join(map(str, ranks_by_node))
+        raise UsageError(
+            f"--baseline alone needs as many ranks on every node, and these have {counts}; start as many on each, "
+            "or give --baseline none"
+        )
+    if not is_even:
         raise UsageError(
             f"--baseline alone needs as many ranks on every node, and {nodes} nodes share {ranks}; "
             f"try --ranks {ranks + -ranks % nodes}, or --baseline none"

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from thinwire.common.files import write_text
 from thinwire.common.messages import say
@@ -33,17 +33,44 @@ class Job(NamedTuple):
     place: str
 
 
+class WorldShape(BaseModel):
+    """The world that does the runs of a comparison: who made it, and how many ranks each node has."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    launcher: str
+    ranks_by_node: list[int]
+
+    def __str__(self) -> str:
+        """In words, as "4 ranks on 2 nodes"."""
+        ranks, nodes = sum(self.ranks_by_node), len(self.ranks_by_node)
+        return f"{ranks} ranks on {nodes} node{'s' * (nodes > 1)}"
+
+    @property
+    def command(self) -> str:
+        """How to start thinwire in such a world; torchrun and mpirun may need addresses too."""
+        ranks, nodes = sum(self.ranks_by_node), len(self.ranks_by_node)
+        if self.launcher == "torchrun":
+            per_node = self.ranks_by_node[0] if len(set(self.ranks_by_node)) == 1 else "…"
+            return f"torchrun {f'--nnodes {nodes} ' * (nodes > 1)}--nproc-per-node {per_node} -m thinwire"
+        return f"srun -N {nodes} -n {ranks} thinwire" if self.launcher == "srun" else f"mpirun -n {ranks} thinwire"
+
+
 class Comparison:
     """The strategies and seeds to run, and their folder: compare.json, results.json, report.html, a folder per run.
 
-    `baseline` says whether one machine alone is run too; None means that this is decided after the other runs.
+    `baseline` says whether one machine alone is run too; None means that this is decided after the other runs. `world`
+    is the one that does the runs; None if ranks are started here.
     """
 
     def __init__(
-        self, specs: list[str], config: CompareConfig, folder: Path, command: str, decided: Decision | None = None
-    ) -> None:
-        check_network(config)
-        self.baseline = baseline.initial_decision(config, specs, decided)
+        self, specs: list[str], config: CompareConfig, folder: Path, command: str, decided: Decision | None = None,
+        world: WorldShape | None = None,
+    ) -> None:  # fmt: skip
+        if world is None:
+            check_network(config)
+        self.world = world
+        self.baseline = baseline.initial_decision(config, specs, decided, world.ranks_by_node if world else None)
         self.specs = [*specs, baseline.SPEC] if self.baseline and self.baseline.run else specs
         self.config = config
         self.folder = folder
@@ -57,6 +84,10 @@ class Comparison:
 
     def _jobs_of(self, specs: list[str]) -> list[Job]:
         return [Job(s, seed, run_place(self.specs.index(s), s, seed)) for seed in self.seeds for s in specs]
+
+    def is_finished(self, job: Job) -> bool:
+        """Whether a job needs not be done again."""
+        return RunFolder(self.folder / job.place).summary.exists()
 
     def decide_baseline(self) -> list[Job]:
         """Decide, after the other runs, whether the baseline is run; return its jobs."""
@@ -76,6 +107,7 @@ class Comparison:
             "command": self.command,
             "specs": self.specs,
             "baseline": self.baseline.model_dump() if self.baseline and self.baseline != baseline.NOT_RUN else None,
+            "world": self.world.model_dump() if self.world else None,
             "seeds": self.seeds,
             "target": self.config.target,
             "settings": self.config.model_dump(mode="json", exclude_none=True, exclude={"resume", "out", "strategy"}),
@@ -89,23 +121,23 @@ class Comparison:
 
     @property
     def resume_command(self) -> str:
-        return f"thinwire compare --out {self.folder} --resume"
+        return _resume_command(self.folder, self.world)
 
 
-def open_comparison(specs: list[str], options: dict[str, Any]) -> Comparison:
+def open_comparison(specs: list[str], options: dict[str, Any], world: WorldShape | None = None) -> Comparison:
     """The comparison that these command-line options ask for: a new one, or with --resume the one in --out.
 
-    If --resume finds an empty folder, a new comparison begins there.
+    If --resume finds an empty folder, a new comparison begins there. `world` is the one that will do its runs.
     """
     if not options.get("resume"):
-        return new_comparison(specs, options)
+        return new_comparison(specs, options, world)
     if options.get("out") is not None and specs and is_free(Path(options["out"])):
         say(f"no comparison in {options['out']} yet: starting one", once=True)
-        return new_comparison(specs, {**options, "resume": False})
-    return resumed_comparison(specs, options)
+        return new_comparison(specs, {**options, "resume": False}, world)
+    return resumed_comparison(specs, options, world)
 
 
-def new_comparison(specs: list[str], options: dict[str, Any]) -> Comparison:
+def new_comparison(specs: list[str], options: dict[str, Any], world: WorldShape | None) -> Comparison:
     """A comparison that begins; a folder that is not empty is refused."""
     config = CompareConfig(**options)
     folder = config.out or next(p for i in range(1, 10**6) if not (p := Path(f"runs/compare-{i}")).exists())
@@ -114,10 +146,10 @@ def new_comparison(specs: list[str], options: dict[str, Any]) -> Comparison:
         what = "a comparison" if resume else "other things"
         raise UsageError(f"{folder} holds {what} already; {resume}give another --out")
     RunFolder.new(config.run("", 0, folder, resume=False))
-    return Comparison(_normalize_specs(specs), config, folder, _command(specs, options))
+    return Comparison(_normalize_specs(specs), config, folder, _command(specs, options, world), world=world)
 
 
-def resumed_comparison(specs: list[str], options: dict[str, Any]) -> Comparison:
+def resumed_comparison(specs: list[str], options: dict[str, Any], world: WorldShape | None) -> Comparison:
     """The comparison in --out, to go on with; options that would change its runs are refused."""
     if options.get("out") is None:
         raise UsageError("--resume needs --out, the folder of the comparison to go on with")
@@ -129,8 +161,10 @@ def resumed_comparison(specs: list[str], options: dict[str, Any]) -> Comparison:
     try:
         decided = Decision.model_validate(about["baseline"]) if about.get("baseline") else None
         saved = CompareConfig(**{"baseline": "none", **about.get("settings", {})})  # older files have no baseline
+        begun_in = WorldShape.model_validate(about["world"]) if about.get("world") else None
     except ValidationError as error:
         raise invalid(error, str(folder / "compare.json")) from None
+    _check_world(folder, begun_in, world)
     saved_specs = about["specs"][:-1] if decided and decided.run else about["specs"]
     if specs and _normalize_specs(specs) != saved_specs:
         raise UsageError(f"{folder} compares {', '.join(saved_specs)}; leave the strategies out to resume it")
@@ -139,9 +173,27 @@ def resumed_comparison(specs: list[str], options: dict[str, Any]) -> Comparison:
             option = name.replace("_", "-")
             raise UsageError(f"{folder} was begun with --{option} {getattr(saved, name)}; leave out --{option}")
     config = saved.model_copy(update={name: value for name, value in options.items() if name in CHANGEABLE})
-    comparison = Comparison(saved_specs, config, folder, about["command"], decided)
+    comparison = Comparison(saved_specs, config, folder, about["command"], decided, world)
     comparison.errors = about["errors"]
     return comparison
+
+
+def _check_world(folder: Path, begun_in: WorldShape | None, world: WorldShape | None) -> None:
+    """Raise UsageError if a comparison was begun in another kind of world: its figures could not be compared."""
+    if begun_in is None and world is None:
+        return
+    resume = _resume_command(folder, begun_in)
+    if begun_in is None and world is not None:
+        raise UsageError(
+            f"{folder} was begun with ranks that thinwire starts itself, not {world.launcher}; go on with it: {resume}"
+        )
+    if world is None or begun_in is None or world.ranks_by_node != begun_in.ranks_by_node:
+        here = f"{world.launcher} started {world}" if world else "there is no such world here"
+        raise UsageError(f"{folder} was begun by {begun_in}, and {here}; start as many, as {resume}")
+
+
+def _resume_command(folder: Path, world: WorldShape | None) -> str:
+    return f"{world.command if world else 'thinwire'} compare --out {folder} --resume"
 
 
 def _normalize_specs(specs: list[str]) -> list[str]:
@@ -155,11 +207,11 @@ def _normalize_specs(specs: list[str]) -> list[str]:
     return normalized
 
 
-def _command(specs: list[str], options: dict[str, Any]) -> str:
+def _command(specs: list[str], options: dict[str, Any], world: WorldShape | None) -> str:
     """The command line that repeats this comparison."""
-    words = ["thinwire", "compare", *specs]
+    words = ["compare", *specs]
     for name, value in options.items():
         if name not in ("out", "resume"):
             option = f"--{name.replace('_', '-')}"
             words += [option] if value is True else [f"--no-{option[2:]}"] if value is False else [option, str(value)]
-    return shlex.join(words)
+    return f"{world.command if world else 'thinwire'} {shlex.join(words)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,10 +60,21 @@ class Record:
 
 @dataclass(frozen=True)
 class Entry:
-    """One strategy of a comparison, with a Record for each seed."""
+    """One strategy of a comparison, with a Record for each seed.
+
+    Among the results of several folders, `part` is the number of its folder, and `label` the folder's name if the
+    spec alone does not tell which result is meant.
+    """
 
     spec: str
     records: list[Record]
+    part: int = 0
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        """What tables and figures call it."""
+        return f"{self.spec} · {self.label}" if self.label else self.spec
 
     @property
     def finished(self) -> list[Record]:
@@ -90,17 +101,29 @@ class Entry:
 
 @dataclass(frozen=True)
 class Results:
-    """A comparison, or a single run as a comparison of one strategy."""
+    """A comparison, or a single run as a comparison of one strategy, or several of either.
+
+    Of several, `parts` are the results of each folder by the folder's name, and `notes` say how they differ.
+    `is_comparable` says that all were trained with the same settings.
+    """
 
     folder: Path
     entries: list[Entry]
     command: str  # the command line that repeats it
     target: float | None = None
+    parts: dict[str, Results] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    is_comparable: bool = True
+
+    @property
+    def summaries(self) -> list[dict[str, Any]]:
+        """Of all runs that finished."""
+        return [record.summary for entry in self.entries for record in entry.finished if record.summary]
 
     @property
     def example(self) -> dict[str, Any] | None:
-        """The summary of any finished run: task, ranks, link and versions are the same for all."""
-        return next((r.summary for entry in self.entries for r in entry.finished), None)
+        """The summary of any finished run. In one folder, task, ranks, link and versions are the same for all."""
+        return next(iter(self.summaries), None)
 
     @property
     def metric(self) -> str:
@@ -115,7 +138,7 @@ class Results:
     @property
     def shares_link(self) -> bool:
         """Do the ranks of a node share its link? Then the bytes between nodes are the cost of a strategy."""
-        return any(r.summary["nodes"] > 1 for entry in self.entries for r in entry.finished if r.summary)
+        return bool(self.summaries) and all(summary["nodes"] > 1 for summary in self.summaries)
 
     @property
     def cost(self) -> Callable[[dict[str, Any]], float]:

@@ -8,6 +8,7 @@ from typing import Any
 from thinwire.comm.ledger import LINKS, TRAINING
 from thinwire.compare.files import FORMAT
 from thinwire.compare.results import Entry, Results, Spread, on_link, sent
+from thinwire.compare.terminal_table import comparison_caption
 from thinwire.compare.verdicts import baselines, remarks, speed, verdicts
 
 SHARED = ("task", "model", "metric", "ranks", "nodes", "link", "versions")  # settings that all runs have in common
@@ -25,6 +26,7 @@ def results_json(results: Results) -> dict[str, Any]:
         "command": results.command,
         "target": results.target,
         **{name: example.get(name) for name in SHARED},
+        "network": comparison_caption(results),
         "remarks": remarks(results),
         "strategies": [
             {**_strategy_row(results, entry), "verdict": sentences.get(i)} for i, entry in enumerate(results.entries)
@@ -42,7 +44,7 @@ def _strategy_row(results: Results, entry: Entry) -> dict[str, Any]:
     row["training_bytes_per_rank"] = _as_dict(entry.spread(sent(TRAINING)))
     for link in LINKS:
         row[f"training_bytes_{link}"] = _as_dict(entry.spread(sent(TRAINING, link)))
-    row["times_as_fast_as"] = {other.spec: speed(entry, other) for other in baselines(results)}
+    row["times_as_fast_as"] = {spec: speed(entry, other) for spec, other in baselines(results, entry).items()}
     if results.target is not None:
         row["seconds_to_target"] = _as_dict(entry.seconds_to(results.target))
     return {**row, "errors": entry.errors}

@@ -10,7 +10,8 @@ from rich.text import Text
 
 from thinwire.common.formats import format_bytes, format_metric, format_rate, format_seconds
 from thinwire.compare.results import Entry, Measure, Results, Spread, on_link, sent
-from thinwire.compare.verdicts import baselines, is_unequal, remarks, speed, times, verdicts
+from thinwire.compare.verdicts import baseline_specs, is_unequal, remarks, speed_against, times, verdicts
+from thinwire.run.tables import measured_words
 
 MIN_NAME_WIDTH = 18  # characters of the first column
 
@@ -35,7 +36,7 @@ def comparison_table(results: Results, width: int, states: dict[str, str] | None
     for name in cells:
         table.add_column(name, justify="left" if name == "progress" else "right", no_wrap=True)
     for entry, *row in zip(results.entries, *cells.values(), strict=True):
-        name = entry.spec if len(entry.spec) < room else entry.spec.replace("(", "(\n", 1)
+        name = entry.name if len(entry.name) < room else entry.name.replace("(", "(\n", 1)
         table.add_row(Text(name), *map(Text, row))  # as text, because rich takes words in brackets for styles
     return table
 
@@ -50,18 +51,18 @@ def _columns(results: Results) -> dict[str, Callable[[Entry], str]]:
     def mean(measure: Measure, form: Callable[[float], str]) -> Callable[[Entry], str]:
         return lambda entry: form(found.mean) if (found := entry.spread(measure)) else "–"
 
-    def speed_of(baseline: Entry) -> Callable[[Entry], str]:
-        return lambda entry: times(factor) if (factor := speed(entry, baseline)) else "–"
+    def speed_of(spec: str) -> Callable[[Entry], str]:
+        return lambda entry: times(factor) if (factor := speed_against(results, entry, spec)) else "–"
 
-    references = {baseline.spec: baseline for baseline in baselines(results)}
+    references = baseline_specs(results)
     counts = {"updates": "steps", "samples": "samples"}
     work = {name: mean(key, "{:,.0f}".format) for name, key in counts.items() if is_unequal(results, key)}
     return {
         metric: lambda entry: with_spread(entry.spread("value"), value) if entry.finished else _unfinished(entry),
         "training": mean("train_seconds", format_seconds),
-        **{f"× {spec}": speed_of(baseline) for spec, baseline in references.items() if spec == "data_parallel"},
+        **{f"× {spec}": speed_of(spec) for spec in references if spec == "data_parallel"},
         "sent in training": mean(results.cost, format_bytes),
-        **{f"× {spec}": speed_of(baseline) for spec, baseline in references.items() if spec != "data_parallel"},
+        **{f"× {spec}": speed_of(spec) for spec in references if spec != "data_parallel"},
         **({f"to {target:g}": lambda entry: to_target(entry, target)} if target is not None else {}),
         "waiting": mean("waiting_share", lambda share: f"{100 * share:.0f} %"),
         **work,
@@ -79,18 +80,29 @@ def _unfinished(entry: Entry) -> str:
 
 def comparison_lines(results: Results) -> list[str]:
     """The lines below the table: a verdict on each strategy, remarks, which bytes are meant, the network."""
-    sentences = [f"{results.entries[i].spec}: {words}" for i, words in verdicts(results).items()]
+    sentences = [f"{results.entries[i].name}: {words}" for i, words in verdicts(results).items()]
     where = "between nodes, by all ranks together" if results.shares_link else "by a rank on average"
     sent = f"sent: {where}; in training, and in all with start, evaluation and checkpoints"
-    return [line for line in (*sentences, *remarks(results), sent, comparison_caption(results)) if line]
+    return [line for line in (*sentences, *remarks(results), sent, *_captions(results)) if line]
+
+
+def _captions(results: Results) -> list[str]:
+    """The network of each folder."""
+    if not results.parts:
+        return [comparison_caption(results)]
+    return [f"{name}: {words}" for name, part in results.parts.items() if (words := comparison_caption(part))]
 
 
 def comparison_caption(results: Results) -> str:
-    """The link that was asked for, the measured rates, and in how many runs it was off; empty if there is no link."""
-    found = [record.summary for entry in results.entries for record in entry.finished if record.summary]
+    """The link that was asked for, the measured rates, and in how many runs it was off; or what there is in its place.
+
+    Empty if nodes have a network of which nothing is known.
+    """
+    found = results.summaries
     link = found[0]["link"] if found else None
     if link is None:
-        return ""
+        is_one_node = bool(found) and found[0]["nodes"] == 1 < found[0]["ranks"]
+        return measured_words(found) or ("all ranks are on one node, with no network between them" * is_one_node)
     rates = sorted(one["link_measured"]["rate_mbit"] for one in found if one["link_measured"])
     measured = f", measured {format_rate(rates[0])}–{format_rate(rates[-1])} Mbit/s" if rates else ""
     problems = [f"{state.upper()} in {n} of {len(found)} runs" for state in ("off", "not shaped")

@@ -14,17 +14,40 @@ SAME_WORK = 0.01  # numbers of updates or samples that differ by less count as e
 MAX_GROUPS = 3  # of strategies with the same work that a sentence names
 
 
-def baselines(results: Results) -> list[Entry]:
-    """The strategies that others are compared with: data_parallel and alone, if they are there and have a value."""
-    if len(results.entries) < 2:
-        return []
-    return [entry for spec in BASELINES for entry in results.entries if entry.spec == spec and entry.spread("value")]
+def baselines(results: Results, entry: Entry) -> dict[str, Entry]:
+    """The strategies that one is compared with, by spec: data_parallel and alone, if they are there and have a value.
+
+    Those of its own folder come first. That of another folder is used if there is one only, with the same settings.
+    """
+    found = {}
+    for spec in BASELINES if len(results.entries) > 1 else ():
+        there = [e for e in results.entries if e.spec == spec and e.spread("value") and _may_compare(results, e, entry)]
+        own = [other for other in there if other.part == entry.part]
+        if own or len(there) == 1:
+            found[spec] = (own or there)[0]
+    return found
+
+
+def baseline_specs(results: Results) -> list[str]:
+    """The baselines that any strategy is compared with."""
+    used = {spec for entry in results.entries for spec in baselines(results, entry)}
+    return [spec for spec in BASELINES if spec in used]
+
+
+def _may_compare(results: Results, one: Entry, other: Entry) -> bool:
+    return results.is_comparable or one.part == other.part
 
 
 def speed(entry: Entry, baseline: Entry) -> float | None:
     """How many times as fast as the baseline a strategy trains: the baseline's training time over the strategy's."""
     own, other = entry.spread("train_seconds"), baseline.spread("train_seconds")
     return other.mean / own.mean if own and other and own.mean > 0 else None
+
+
+def speed_against(results: Results, entry: Entry, spec: str) -> float | None:
+    """How many times as fast as a baseline a strategy trains; None if it has no such baseline, or no time."""
+    baseline = baselines(results, entry).get(spec)
+    return speed(entry, baseline) if baseline else None
 
 
 def times(factor: float) -> str:
@@ -43,8 +66,12 @@ def verdicts(results: Results) -> dict[int, str]:
 
 
 def remarks(results: Results) -> list[str]:
-    """Sentences about the whole comparison: that one machine alone wins, that strategies did unequal work."""
-    return [words for words in (_alone_wins(results), unequal_work(results)) if words]
+    """Sentences about the whole: how folders differ, that one machine alone wins, that strategies did unequal work."""
+    if results.parts:
+        wins = [f"{name}: {words}" for name, part in results.parts.items() if (words := _alone_wins(part))]
+    else:
+        wins = [_alone_wins(results)]
+    return [words for words in (*results.notes, *wins, unequal_work(results)) if words]
 
 
 class Difference(NamedTuple):
@@ -82,11 +109,15 @@ def _noise(results: Results, measure: Measure) -> Noise | None:
 
 
 def _verdict(results: Results, entry: Entry) -> str:
-    references = baselines(results) or [next(e for e in results.entries if e.spread("value"))]
+    references = list(baselines(results, entry).values())
+    if not references:
+        references = [next(e for e in results.entries if e.spread("value") and _may_compare(results, e, entry))]
     others = [other for other in references if other is not entry]
     values = [_compare_value(results, entry, other) for other in others]
     speeds = [_compare_speed(results, entry, other) for other in others]
-    names = [BASELINES.get(other.spec, other.spec) for other in others]
+    names = [_called(other) for other in others]
+    if not others and not results.is_comparable:
+        return "nothing in its folder to compare it with"
     if len(set(values)) == 1:
         text = ", ".join([values[0], *(describe(name) for describe, name in zip(speeds, names, strict=True))])
     else:
@@ -97,11 +128,17 @@ def _verdict(results: Results, entry: Entry) -> str:
 
 def _reservations(results: Results, entry: Entry, others: list[Entry]) -> str:
     """In brackets after a verdict: seeds without a value, on either side, and that the noise is not known."""
-    found = [_missing(entry), *(_missing(other, f"{BASELINES.get(other.spec, other.spec)}: ") for other in others)]
+    found = [_missing(entry), *(_missing(other, f"{_called(other)}: ") for other in others)]
     if others and _noise(results, "value") is None:
         found.append("one seed: noise unknown")
     text = "; ".join(one for one in found if one)
     return f" ({text})" if text else ""
+
+
+def _called(entry: Entry) -> str:
+    """A strategy as sentences name it."""
+    name = BASELINES.get(entry.spec, entry.spec)
+    return f"{name} · {entry.label}" if entry.label else name
 
 
 def _missing(entry: Entry, prefix: str = "") -> str:
@@ -143,7 +180,8 @@ def _compare_speed(results: Results, entry: Entry, other: Entry) -> Callable[[st
 
 def _alone_wins(results: Results) -> str:
     """A sentence if every other strategy is worse than one machine alone, or as good and slower; else empty."""
-    alone = next((entry for entry in baselines(results) if entry.spec == "alone"), None)
+    found = [entry for entry in results.entries if entry.spec == "alone" and entry.spread("value")]
+    alone = found[0] if found else None
     others = [entry for entry in results.entries if entry is not alone and entry.spread("value")]
     if alone is None or not others:
         return ""
@@ -181,7 +219,7 @@ def _unequal(results: Results, key: str, verb: str, noun: str) -> str:
     for entry in results.entries:
         if found := entry.spread(key):
             count = round(found.mean)
-            groups[next((near for near in groups if abs(near - count) <= SAME_WORK * near), count)].append(entry.spec)
+            groups[next((near for near in groups if abs(near - count) <= SAME_WORK * near), count)].append(entry.name)
     if len(groups) > MAX_GROUPS:
         low, high = min(groups), max(groups)
         return f"from {low:,} {noun} ({groups[low][0]}) to {high:,} ({groups[high][0]})"

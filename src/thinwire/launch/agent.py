@@ -56,7 +56,7 @@ def start_ranks(
     }
     if lab is not None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns that the hosts have no names
-    _start_fork_server()
+    start_fork_server()
     with scratch_folder() as scratch:
         tempfile.tempdir = str(scratch)  # torch leaves files behind when ranks fail
         try:
@@ -65,7 +65,7 @@ def start_ranks(
             tempfile.tempdir = None
 
 
-def _start_fork_server() -> None:
+def start_fork_server() -> None:
     """Start one process that imports torch (and what optimizers import on first use) and forks the ranks.
 
     So ranks start at once and share its memory.
@@ -131,7 +131,7 @@ def rank_main(payload: dict[str, Any]) -> Any:
     rank = int(os.environ["RANK"])
     if payload["hosts"]:
         Host(**payload["hosts"][rank]).enter()  # before there is a second thread
-    threading.Thread(target=_exit_with, args=(payload["launcher_pid"],), daemon=True).start()
+    threading.Thread(target=end_with, args=(payload["launcher_pid"],), daemon=True).start()
     try:
         progress_file = Path(payload["progress_file"]) if payload["progress_file"] else None
         config, link = RunConfig(**payload["config"]), LinkReport(*payload["link"])
@@ -142,7 +142,7 @@ def rank_main(payload: dict[str, Any]) -> Any:
         raise
 
 
-def _exit_with(launcher_pid: int) -> None:
+def end_with(launcher_pid: int) -> None:
     """End this process when the launcher has ended, which would otherwise leave it behind if it was killed."""
     with suppress(OSError):  # it has ended already
         select.select([os.pidfd_open(launcher_pid)], [], [])  # readable once it has ended

@@ -5,17 +5,20 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from thinwire import netlab
-from thinwire.comm.world import place
+from thinwire.comm.world import find_world, place
 from thinwire.common.formats import format_rate
 from thinwire.common.messages import print_line
 from thinwire.config import RunConfig
 from thinwire.errors import RunError, UsageError
 
-LinkState = Literal["shaped", "off", "not shaped"]  # as asked for; measured otherwise; no link was made
+# Between real nodes, as it is; as asked for; measured otherwise; no link was made.
+LinkState = Literal["measured", "shaped", "off", "not shaped"]
 MOST_PASSED_FILES = 253  # the most that one process can pass to another in a message (SCM_MAX_FD)
+MEASURE_SECONDS = 2.0  # at most, for the link between nodes of a world that exists
 FILES, FILES_PER_RANK = 40, 7  # the most open files in the launcher, and for each rank: measured, with a margin
 
 
@@ -27,9 +30,16 @@ class LinkReport(NamedTuple):
     rate_mbit: float | None = None  # measured
     latency_ms: float | None = None
 
+    @property
+    def summary_fields(self) -> dict[str, Any]:
+        """Its fields of summary.json."""
+        rate, latency = self.rate_mbit, self.latency_ms
+        measured = {"rate_mbit": rate, "latency_ms": latency} if rate is not None else None
+        return {"link_state": self.state, "link_measured": measured}
+
     def combined_with(self, before: LinkState | None) -> LinkReport:
         """The report of a run that was resumed: the worse of both states."""
-        order: list[LinkState | None] = [None, "shaped", "off", "not shaped"]
+        order: list[LinkState | None] = [None, "measured", "shaped", "off", "not shaped"]
         return self._replace(state=max(self.state, before, key=order.index))
 
 
@@ -102,3 +112,14 @@ def check_link(lab: netlab.Lab | None, config: RunConfig) -> LinkReport:
             raise RunError(f"{message}; the machine may be too busy or too slow for it: try a slower link")
         print_line(f"warning: {message}")
     return report
+
+
+def measure_link(config: RunConfig, link: LinkReport, progress_file: Path | None = None) -> list[Any]:
+    """The link between the nodes of the world that this process is in, as a LinkReport in JSON. Collective."""
+    from thinwire.comm.join import join
+    from thinwire.comm.link_probe import measure_ring
+    from thinwire.run.startup import use_device
+
+    with join(device=use_device(config, find_world())) as comm:
+        found = measure_ring(comm, MEASURE_SECONDS)
+        return list(LinkReport(False, "measured", *found) if found and len(set(comm.nodes)) > 1 else LinkReport())

@@ -21,9 +21,11 @@ from thinwire.common.cores import num_threads
 from thinwire.config import RunConfig, make_config
 from thinwire.errors import RunError, ThinwireError, UsageError, unknown
 from thinwire.run.records import RunFolder
+from thinwire.spec import parse
 from thinwire.tasks.base import Task
 
 T = TypeVar("T")
+ANSWER_SECONDS, ALONE_SECONDS = 1800.0, 7 * 86_400.0
 FALLBACK = {"epochs": 10, "batch_size": 32, "lr": 0.1, "optimizer": "sgd", "schedule": "cosine"}
 
 
@@ -87,6 +89,15 @@ def use_device(config: RunConfig, world: World | None) -> torch.device:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(num_threads(world.local_size if world else 1))
     return device
+
+
+def answer_seconds(config: RunConfig) -> float:
+    """How long ranks wait for each other: machines that train alone meet only when the slowest has done its epoch.
+
+    >>> answer_seconds(RunConfig(strategy="diloco")), answer_seconds(RunConfig(strategy="alone"))
+    (1800.0, 604800.0)
+    """
+    return ALONE_SECONDS if parse(config.strategy).name == "alone" else ANSWER_SECONDS
 
 
 def on_rank_0(comm: Comm, function: Callable[[], T]) -> T:

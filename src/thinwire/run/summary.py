@@ -42,11 +42,9 @@ def summarise(
 def _network_fields(by_rank: Sequence[Mapping[str, Any]], link: LinkReport) -> dict[str, Any]:
     sent = sent_by_purpose(by_rank)
     kernel = sum_over_hosts([one["kernel"] for one in by_rank])
-    measured = {"rate_mbit": link.rate_mbit, "latency_ms": link.latency_ms} if link.rate_mbit is not None else None
     ranks = len(by_rank)
     return {
-        "link_state": link.state,
-        "link_measured": measured,
+        **link.summary_fields,
         "waiting_share": sum(one["waiting_seconds"] / max(one["train_seconds"], 1e-9) for one in by_rank) / ranks,
         "wire_bytes_per_rank": round(bytes_of(sent) / ranks),
         "wire_bytes_by_link": {link: bytes_of(sent, links=(link,)) for link in LINKS},

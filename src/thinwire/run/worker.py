@@ -29,7 +29,15 @@ from thinwire.run.position import Position, load_newest_checkpoint, run_state
 from thinwire.run.progress import NoProgress, Progress, ProgressBar, ProgressFile
 from thinwire.run.recorder import Recorder
 from thinwire.run.records import RunFolder
-from thinwire.run.startup import fingerprint, on_rank_0, open_folder, seed_everything, use_device, with_defaults
+from thinwire.run.startup import (
+    answer_seconds,
+    fingerprint,
+    on_rank_0,
+    open_folder,
+    seed_everything,
+    use_device,
+    with_defaults,
+)
 from thinwire.run.step_losses import StepLosses
 from thinwire.run.summary import num_parameters
 from thinwire.strategies.base import Strategy
@@ -46,7 +54,7 @@ def run_rank(config: RunConfig, link: LinkReport = LinkReport(), progress_file: 
     """
     device = use_device(config, find_world())
     backend = "gloo" if link.on_hosts else None  # nccl would not use the hosts' network
-    with join(backend, device=device) as comm:
+    with join(backend, answer_seconds(config), device) as comm:
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and config.out is not None:
             has_begun = on_rank_0(comm, RunFolder(config.out).config.exists)
             config = config.model_copy(update={"resume": has_begun})

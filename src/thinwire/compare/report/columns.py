@@ -10,7 +10,7 @@ from thinwire.comm.ledger import TRAINING
 from thinwire.common.formats import format_bytes, format_count, format_metric
 from thinwire.compare.report.series import declared_series, series_of
 from thinwire.compare.results import Entry, Measure, Results, Spread, sent, spread
-from thinwire.compare.verdicts import baselines, is_unequal, speed, times
+from thinwire.compare.verdicts import baseline_specs, is_unequal, speed_against, times
 from thinwire.run.schema import SeriesSummary
 from thinwire.run.tables import number_and_reference
 
@@ -43,7 +43,7 @@ def main_columns(results: Results) -> list[Column]:
     return [
         _metric_column(results, "Final", "value"),
         _column("Training time (s)", "train_seconds", _seconds, -1, "in proportion", deviation=True),
-        *(_speed_column(baseline) for baseline in baselines(results)),
+        *(_speed_column(results, spec) for spec in baseline_specs(results)),
         Column(reached, lambda e: _to_target(e, target), lambda e: _all_reached(e, target), -1, "in proportion"),
         _column(f"Sent in training, {where}", results.cost, format_bytes, -1),
         _column("Waiting (%)", "waiting_share", lambda share: f"{100 * share:.1f}", -1, "evenly"),
@@ -103,12 +103,12 @@ def _metric_column(results: Results, which: str, measure: Measure) -> Column:
     return _column(heading, measure, value, results.sign, "evenly", deviation=True)
 
 
-def _speed_column(baseline: Entry) -> Column:
+def _speed_column(results: Results, spec: str) -> Column:
     def cell(entry: Entry) -> Cell | None:
-        factor = speed(entry, baseline)
+        factor = speed_against(results, entry, spec)
         return Cell(times(factor), is_mean=True) if factor else None
 
-    return Column(f"×\u00a0{baseline.spec}", cell)
+    return Column(f"×\u00a0{spec}", cell)
 
 
 def _work_columns(results: Results, unequal: bool) -> list[Column]:

@@ -51,7 +51,7 @@ def heatmap(name: str, series: SeriesSummary, i: int, entry: Entry) -> Figure | 
     layout["margin"] |= {"t": 44}
     data = [_map(history, rows, epochs, series)]
     reading = _reading(record, history, series)
-    return Figure(f"series-{name}-{i + 1}", f"{series.title}, {entry.spec}", reading, data, layout)
+    return Figure(f"series-{name}-{i + 1}", f"{series.title}, {entry.name}", reading, data, layout)
 
 
 def _history(record: Record, name: str) -> History:

@@ -29,6 +29,7 @@ from thinwire.compare.report.warnings import all_records, all_summaries, find_wa
 from thinwire.compare.report.words import pluralize, strategy_name
 from thinwire.compare.results import Entry, Record, Results
 from thinwire.compare.verdicts import remarks, verdicts
+from thinwire.run.tables import measured_words
 
 
 class Colour(NamedTuple):
@@ -56,7 +57,9 @@ def page(results: Results) -> str:
         "about": results.example,
         "warnings": find_warnings(results),
         "definitions": DEFINITIONS | _own_definitions(results),
-        **_repeat(results),
+        "folders": [_about(name, part) for name, part in (results.parts or {"": results}).items()],
+        "is_several": bool(results.parts),
+        "runs": [{"place": _place(results, r), "outcome": _outcome(r)} for r in all_records(results)],
     }
     if results.example:
         data |= {
@@ -65,7 +68,6 @@ def page(results: Results) -> str:
             "verdicts": verdicts(results),
             "remarks": remarks(results),
             "tables": results_table(results),
-            **_intro(results),
             **_figures(results, drawn),
             **_sequences(results),
             "series": _series(results, drawn),
@@ -75,25 +77,39 @@ def page(results: Results) -> str:
 
 
 def _title(results: Results) -> str:
-    what = results.entries[0].spec if len(results.entries) == 1 else f"{len(results.entries)} strategies"
+    number = len(results.entries)
+    what = results.entries[0].name if number == 1 else f"{number} {'results' if results.parts else 'strategies'}"
     return f"{what} on {results.example['task']}" if results.example else what
 
 
-def _intro(results: Results) -> dict[str, Any]:
-    """The seeds, and how long the runs were: all the same, unless a time limit ended them."""
-    epochs = [summary["epochs"] for summary in all_summaries(results)]
+def _about(name: str, part: Results) -> dict[str, Any]:
+    """One folder: where and how long its runs trained, and how to repeat them.
+
+    All its runs have the same number of epochs, unless a time limit ended them.
+    """
+    found = all_summaries(part)
+    epochs = [summary["epochs"] for summary in found] or [0]
     fewest, most = pluralize(min(epochs), "epoch"), pluralize(max(epochs), "epoch")
-    seeds = sorted({record.seed for record in all_records(results)})
-    return {"seeds": seeds, "epochs": f"{most} each" if fewest == most else f"{fewest} to {most}"}
+    return {
+        "name": name,
+        "about": part.example,
+        "seeds": sorted({record.seed for record in all_records(part)}),
+        "epochs": f"{most} each" if fewest == most else f"{fewest} to {most}",
+        "command": part.command,
+        "versions": (part.example or {}).get("versions") or {},
+        "measured": measured_link(found),
+        "network": measured_words(found),
+    }
 
 
 def _figures(results: Results, drawn: list[Figure]) -> dict[str, Any]:
     """The figures of the comparison as a whole; None for those that have nothing to draw."""
+    has_front = len(results.entries) > 1 and results.is_comparable
     figures = {
         "curve_time": learning_curves(results, "train_seconds"),
         "curve_bytes": learning_curves(results, "bytes"),
-        "pareto_bytes": pareto_figure(results, "bytes") if len(results.entries) > 1 else None,
-        "pareto_time": pareto_figure(results, "train_seconds") if len(results.entries) > 1 else None,
+        "pareto_bytes": pareto_figure(results, "bytes") if has_front else None,
+        "pareto_time": pareto_figure(results, "train_seconds") if has_front else None,
         "purposes": purpose_figure(results),
     }
     drawn += [figure for figure in figures.values() if figure]
@@ -101,7 +117,7 @@ def _figures(results: Results, drawn: list[Figure]) -> dict[str, Any]:
         Colour(f"{purpose}, {where} nodes", purpose_colour(purpose), where == "inside")
         for purpose, where in purpose_parts(results)
     ]
-    return {"figures": figures, "purpose_colours": colours}
+    return {"figures": figures, "has_front": has_front, "purpose_colours": colours}
 
 
 def _sequences(results: Results) -> dict[str, Any]:
@@ -130,7 +146,7 @@ def _timelines(results: Results, drawn: list[Figure]) -> str:
 
 
 def _part_and_waiting(entry: Entry, figure: Figure) -> str:
-    part = escape(figure.title.removeprefix(entry.spec))
+    part = escape(figure.title.removeprefix(entry.name))
     waiting = entry.spread("waiting_share")
     return part + (f' <span class="sub">waiting {100 * waiting.mean:.1f} % on average</span>' if waiting else "")
 
@@ -148,16 +164,6 @@ def _folds(
     return render("folds.html", title=title, intro=intro, folds=folds)
 
 
-def _repeat(results: Results) -> dict[str, Any]:
-    """How to repeat the comparison: command, versions, link, and the folders of its runs."""
-    return {
-        "command": results.command,
-        "versions": (results.example or {}).get("versions") or {},
-        "measured": measured_link(all_summaries(results)),
-        "runs": [{"place": _place(results, r), "outcome": _outcome(r)} for r in all_records(results)],
-    }
-
-
 def _own_definitions(results: Results) -> dict[str, str]:
     """Definitions of the columns that strategies declare: of series, and of artifacts."""
     own = {series.title: series.about for _, series in declared_series(results) if series.draw == "column"}
@@ -170,6 +176,8 @@ def _own_definitions(results: Results) -> dict[str, str]:
 
 
 def _place(results: Results, record: Record) -> str:
+    if results.parts:
+        return str(record.folder)
     if record.folder == results.folder or not record.folder.is_relative_to(results.folder):
         return record.folder.name
     return str(record.folder.relative_to(results.folder))

@@ -23,7 +23,7 @@ def purpose_figure(results: Results) -> Figure | None:
         return None
     rows = {i: row for row, i in enumerate(sent)}
     data = [_bars(part, sent, rows) for part in purpose_parts(results)]
-    labels = [label for i in sent for label in _bar_labels(i, results.entries[i].spec, sent[i], rows[i])]
+    labels = [label for i in sent for label in _bar_labels(i, results.entries[i].name, sent[i], rows[i])]
     longest = max(totals.total() for totals in sent.values())
     xaxis = linear_bytes(longest, "bytes sent by all ranks").layout | {"range": [0, longest * 1.2]}
     yaxis = {"visible": False, "range": [len(sent) - 0.5, -0.75], "fixedrange": True}

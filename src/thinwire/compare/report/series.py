@@ -57,7 +57,7 @@ def lines(name: str, series: SeriesSummary, i: int, entry: Entry) -> Figure | No
                 "showlegend": True
             }
             return Figure(
-                f"series-{name}-{i + 1}", f"{series.title}, {entry.spec}", f"Seed {record.seed}.", data, layout
+                f"series-{name}-{i + 1}", f"{series.title}, {entry.name}", f"Seed {record.seed}.", data, layout
             )
     return None
 

@@ -73,7 +73,7 @@ def hover_text(texts: Iterable[str]) -> dict[str, Any]:
 
 def strategy_label(i: int, entry: Entry) -> str:
     """A strategy's number and name, for hover texts."""
-    return label_of(i, entry.spec)
+    return label_of(i, entry.name)
 
 
 def label_of(i: int, spec: str) -> str:

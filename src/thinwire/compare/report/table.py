@@ -51,7 +51,7 @@ def results_table(results: Results) -> ResultsTable:
 
 def _table(results: Results, columns: list[Column]) -> Table:
     columns = [column for column in columns if any(column.cell(entry) for entry in results.entries)]
-    best = [_best(column, results.entries) for column in columns]
+    best = [_best(column, results.entries) if results.is_comparable else set() for column in columns]
     rows = []
     for i, entry in enumerate(results.entries):
         done, expected = len(entry.finished), len(entry.records)

@@ -38,7 +38,7 @@ def _timeline(name: str, entry: Entry, record: Record, part: int) -> Figure:
     marks = _step_marks(rows, shown, unit)
     layout = layout_of(84 + 46 * len(shown), xaxis=xaxis, yaxis=yaxis, barmode="overlay", **marks)
     layout["margin"] |= {"t": 26}
-    title = f"{entry.spec}, part {part}" if part else entry.spec
+    title = f"{entry.name}, part {part}" if part else entry.name
     return Figure(name, title, _reading(everything, record.seed, ranks), data, layout)
 
 

@@ -77,4 +77,4 @@ def all_records(results: Results) -> list[Record]:
 
 def all_summaries(results: Results) -> list[dict[str, Any]]:
     """The summaries of all runs that finished."""
-    return [record.summary for record in all_records(results) if record.summary]
+    return results.summaries

@@ -21,7 +21,7 @@ class StrategyName:
 
 def strategy_name(i: int, entry: Entry) -> StrategyName:
     """The name of a strategy on the page."""
-    return name_of(i, entry.spec)
+    return name_of(i, entry.name)
 
 
 def name_of(i: int, spec: str) -> StrategyName:
