@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from thinwire.comm.join import join as join
     from thinwire.comm.threads import simulate as simulate
     from thinwire.data import Shard as Shard
-    from thinwire.data import loader as loader
     from thinwire.errors import RunError as RunError
     from thinwire.errors import UsageError as UsageError
     from thinwire.exchange.attach import attach as attach
+    from thinwire.loaders import loader as loader
     from thinwire.strategies.base import Strategy as Strategy
     from thinwire.strategies.epochs import epoch as epoch
     from thinwire.strategies.own_loop import rounds as rounds
@@ -35,7 +35,7 @@ _MODULES = {
     "attach": "thinwire.exchange.attach",
     "epoch": "thinwire.strategies.epochs",
     "join": "thinwire.comm.join",
-    "loader": "thinwire.data",
+    "loader": "thinwire.loaders",
     "prepare": "thinwire.strategies.prepare",
     "rounds": "thinwire.strategies.own_loop",
     "simulate": "thinwire.comm.threads",

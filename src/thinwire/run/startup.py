@@ -18,7 +18,7 @@ from thinwire.comm.collectives import all_gather_json
 from thinwire.comm.join import pick_device
 from thinwire.comm.world import World
 from thinwire.common.cores import num_threads
-from thinwire.config import RunConfig, make_config
+from thinwire.config import LENGTHS, RunConfig, make_config, merge
 from thinwire.errors import RunError, ThinwireError, UsageError, unknown
 from thinwire.run.records import RunFolder
 from thinwire.tasks.base import Task
@@ -46,7 +46,9 @@ def with_defaults(config: RunConfig, task: Task, ranks: int) -> RunConfig:
         if name not in RunConfig.model_fields:
             raise unknown("setting in the task's defaults", name, RunConfig.model_fields)
     own_model = {"model": task.model} if isinstance(task.model, str) else {}
-    defaults = {**FALLBACK, **own_model, **task.defaults, "ranks": ranks}
+    defaults = merge(FALLBACK, {**own_model, **task.defaults, "ranks": ranks})
+    if any(getattr(config, name) is not None for name in LENGTHS):
+        defaults = {name: value for name, value in defaults.items() if name not in LENGTHS}
     missing = {name: value for name, value in defaults.items() if getattr(config, name) is None}
     return make_config(config.model_dump(), missing, source=f"defaults of {config.task}")
 

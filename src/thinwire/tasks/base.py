@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from torch import Generator, Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from thinwire import registry
 from thinwire.data import num_samples
 from thinwire.errors import UsageError
+from thinwire.tasks.metrics import MetricFunction, as_metric
 
 Transform = Callable[[Tensor, Generator | None], Tensor]  # generator None: evaluation, nothing is random
 
@@ -25,23 +26,22 @@ def no_transform(inputs: Tensor, generator: Generator | None) -> Tensor:
 class Task:
     """What a run trains on: everything that it needs besides the strategy."""
 
-    train: Dataset[Any]  # of (inputs, targets); a TensorDataset is fastest; `transform` is applied to the inputs
+    train: Dataset[
+        Any
+    ]  # of (inputs, targets), or a stream of them; a TensorDataset is fastest; `transform` is applied to the inputs
     test: Dataset[Any]
     shape: tuple[int, ...]  # of one model input
     classes: int
     model: str | Callable[[], nn.Module]  # a model's spec, or a function that makes one
     loss: Callable[[Any, Tensor], Tensor] = nn.functional.cross_entropy
-    metric: Literal["accuracy", "loss"] = "accuracy"
+    metric: str | MetricFunction = "accuracy"  # or "loss", or a function of (outputs, targets)
     transform: Transform = no_transform  # batch → model input, on the device; augments if given a generator
     defaults: dict[str, Any] = field(default_factory=dict)  # epochs, batch_size, lr, optimizer, schedule, …
 
     def __post_init__(self) -> None:
-        if self.metric not in ("accuracy", "loss"):
-            raise UsageError(
-                f"metric={getattr(self.metric, '__name__', repr(self.metric))}; possible: 'accuracy' (in per cent, of "
-                "classes) or 'loss' (that of `loss`); for another metric, load the run's model.safetensors and test it"
-            )
-        if num_samples(self.train, "train") < 1 or num_samples(self.test, "test") < 1:
+        as_metric(self.metric)
+        is_stream = isinstance(self.train, IterableDataset)  # of which nobody knows whether it is empty
+        if (not is_stream and num_samples(self.train, "train") < 1) or num_samples(self.test, "test") < 1:
             raise UsageError(f"{len(self.train)} samples in train and {len(self.test)} in test; both need some")  # type: ignore[arg-type]
         if isinstance(self.model, nn.Module):
             raise UsageError(
