@@ -11,6 +11,7 @@ from thinwire.common.messages import print_line
 from thinwire.config import MAY_CHANGE, RunConfig, make_config, merge, read_toml, resumed
 from thinwire.errors import UsageError
 from thinwire.run.records import RunFolder, is_free
+from thinwire.run.tracking.base import check_tracker
 from thinwire.spec import parse
 from thinwire.tasks.naming import check_task_name
 
@@ -69,6 +70,8 @@ def check_options(config: RunConfig) -> None:
         load_metric(config.metric)
     for kind, spec in _specs(config):
         registry.check(kind, spec)
+    if config.track is not None:
+        check_tracker(config.track)
     if config.compile:
         refuse_compiling(config.strategy)
 

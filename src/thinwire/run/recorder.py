@@ -22,9 +22,11 @@ from thinwire.run.meters import Meters
 from thinwire.run.position import Position
 from thinwire.run.records import RunFolder, read_rows
 from thinwire.run.schema import InnerRow, MetricsRow
+from thinwire.run.setup import tracked_settings
 from thinwire.run.states import random_state, set_random_state
 from thinwire.run.summary import sent_by_purpose, summarise
 from thinwire.run.tables import result_table
+from thinwire.run.tracking.rows import TrackedRows
 from thinwire.strategies.base import Strategy
 from thinwire.tasks.base import Task
 from thinwire.tasks.metrics import as_metric
@@ -41,6 +43,28 @@ class Recorder:
         self.metric = as_metric(task.metric)
         self.meters, self.folder, self.num_parameters = meters, folder, num_parameters
         self.device = meters.device
+        self.tracked: TrackedRows | None = None  # on rank 0, with --track
+
+    def begin(self) -> None:
+        """Called once the position of the run is known."""
+        if self.comm.rank == 0 and self.config.track is not None:
+            settings = tracked_settings(self.config, self.comm, self.meters.link)
+            self.tracked = TrackedRows(self.config.track, self.folder, settings)
+
+    def after_checkpoint(self) -> None:
+        """Called after each checkpoint: from now on the run leaves something behind."""
+        if self.tracked is not None:
+            self.tracked.hand_over()
+
+    def close(self) -> None:
+        """End what is left of the tracker."""
+        if self.tracked is not None:
+            self.tracked.close()
+
+    def _append(self, row: dict[str, Any]) -> None:
+        self.folder.append(self.folder.metrics, [row])
+        if self.tracked is not None:
+            self.tracked.add(row)
 
     def in_epoch(
         self, at: Position, seconds: float, samples_per_second: float, due: Due, logged: dict[str, float | None]
@@ -62,7 +86,7 @@ class Recorder:
             training_bytes_between=round(between), waiting_seconds=waiting / self.comm.size, **logged, **tested,
         ).model_dump()  # fmt: skip
         if self.comm.rank == 0:
-            self.folder.append(self.folder.metrics, [row])
+            self._append(row)
         return row
 
     def mean_loss(self, own_sum: float, num_steps: int) -> float:
@@ -94,7 +118,7 @@ class Recorder:
             **extra,
         ).model_dump()  # fmt: skip
         if self.comm.rank == 0:
-            self.folder.append(self.folder.metrics, [row])
+            self._append(row)
             self.folder.append_ledger(where, [one["ledger"] for one in by_rank])
             if timeline:
                 self.folder.append(self.folder.timeline, timeline)
@@ -126,6 +150,8 @@ class Recorder:
             ledgers = [one["ledger"] for one in by_rank]
             self.folder.append_ledger({"step": at.step, "epoch": at.begun_epochs}, ledgers, final=True)
             self.folder.save_summary(summary)
+            if self.tracked is not None:
+                self.tracked.finish()
             if show:
                 console = Console()
                 console.print(result_table(summary, ledgers))

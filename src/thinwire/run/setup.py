@@ -8,11 +8,13 @@ import torch
 from torch import nn
 
 from thinwire import registry
+from thinwire.comm.base import Comm
 from thinwire.config import MAY_CHANGE, RunConfig
 from thinwire.data import Loader, Shard
 from thinwire.loaders import loader
 from thinwire.optim import LearningRateWatch, OptimizerFactory, build_optimizer
 from thinwire.run.length import Length
+from thinwire.run.network import LinkReport
 from thinwire.run.startup import fingerprint
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.learner import Recipe
@@ -70,3 +72,11 @@ def identity(config: RunConfig, model: nn.Module, strategy: Strategy, batches: L
         "weights": fingerprint(model),
         **({"shards": shards} if shards < batches.ranks else {}),  # earlier versions had smaller batches
     }
+
+
+def tracked_settings(config: RunConfig, comm: Comm, link: LinkReport) -> dict[str, Any]:
+    """What a tracker is told of a run before its first row: the settings that have a value, and the network."""
+    settings = config.model_dump(mode="json", exclude_none=True, exclude={"resume", "track"})
+    network = {"link_state": link.state, "link_rate_mbit": link.rate_mbit, "link_latency_ms": link.latency_ms}
+    known = {name: value for name, value in network.items() if value is not None}
+    return {**settings, "ranks": comm.size, "nodes": len(set(comm.nodes)), **known}

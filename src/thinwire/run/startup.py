@@ -21,6 +21,7 @@ from thinwire.common.cores import num_threads
 from thinwire.config import LENGTHS, RunConfig, make_config, merge
 from thinwire.errors import RunError, ThinwireError, UsageError, unknown
 from thinwire.run.records import RunFolder
+from thinwire.run.tracking.base import check_tracker
 from thinwire.tasks.base import Task
 
 T = TypeVar("T")
@@ -55,11 +56,13 @@ def with_defaults(config: RunConfig, task: Task, ranks: int) -> RunConfig:
 
 def open_folder(config: RunConfig, comm: Comm) -> RunFolder:
     """The folder that rank 0 writes to: that of the run to resume, or one for a new run. Collective."""
-    path, resumes = _on_rank_0_and_gather(
-        comm,
-        lambda: str((RunFolder.existing(config.out) if config.resume else RunFolder.new(config)).path),
-        own=config.resume,
-    )
+
+    def find() -> str:
+        if config.track is not None:
+            check_tracker(config.track)
+        return str((RunFolder.existing(config.out) if config.resume else RunFolder.new(config)).path)
+
+    path, resumes = _on_rank_0_and_gather(comm, find, own=config.resume)
     not_found = [rank for rank, resume in enumerate(resumes) if not resume]
     if any(resumes) and not_found:
         raise UsageError(

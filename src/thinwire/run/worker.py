@@ -95,7 +95,7 @@ class Run:
         about = identity(self.config, model, self.strategy, self.loader)
         self.checkpoints = Checkpoints(self.folder.checkpoints, comm, about, config.keep, self._warn)
         self.at = Position()
-        self.losses: list[Tensor] = []  # of steps that are not yet in self.at.loss_sum
+        self.losses: list[Tensor] = []  # of steps that are not yet in self.at
         self.progress: Progress = NoProgress()
 
     def run(self) -> dict[str, Any]:
@@ -103,6 +103,7 @@ class Run:
         try:
             if self.config.resume:
                 self._resume()
+            self.recorder.begin()
             if self.comm.rank == 0 or not self.folder.config.exists():  # the second: on a machine with its own disk
                 self.folder.save_config(self.config)
             if self.comm.rank == 0:
@@ -111,13 +112,15 @@ class Run:
                 self.progress = ProgressFile(file, *about) if file else ProgressBar(*about)
             while not self.length.is_reached(self.at) and not self._is_out_of_time():
                 self._train_epoch()
+            self.progress.close()
+            return self.recorder.at_end(self.at, self._seconds, show=self.progress_file is None)
         except Exception as error:
             if not isinstance(error, PeerLost):  # else the rank that failed does it
                 self.folder.remove_if_empty()
             raise
         finally:
             self.progress.close()
-        return self.recorder.at_end(self.at, self._seconds, show=self.progress_file is None)
+            self.recorder.close()
 
     # ---- training
 
@@ -180,8 +183,8 @@ class Run:
             else {"first_batch": self.at.batch}
         )
         self._advance(**after, epochs_seconds=by_rank[0]["train_seconds"])
-        self._save_checkpoint()
         self.progress.row(row)
+        self._save_checkpoint()
 
     def _logged(self, due: Due) -> dict[str, float | None]:
         """What a row has if a log is due: the mean loss since the last one, and the learning rate. Collective."""
@@ -230,6 +233,7 @@ class Run:
         self.checkpoints.save(
             self.at.step, lambda: run_state(self.at, self._seconds(), self.strategy, self.meters)
         )  # fmt: skip
+        self.recorder.after_checkpoint()
 
     def _is_out_of_time(self) -> bool:
         return self.config.minutes is not None and self.at.epochs_seconds >= 60 * self.config.minutes
