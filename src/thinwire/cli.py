@@ -70,6 +70,7 @@ def train(
     thinwire train --ranks 4 --epochs 10 --model "mlp(width=512, depth=3)"
     thinwire train --task cifar10 --data DIR --ranks 2 --autocast
     thinwire train --out runs/digits-data_parallel-1 --resume
+    thinwire train --out runs/job --task digits --steps 2000 --resume=auto     # one command for a job that is requeued
     ```
     """
     from thinwire.launch.launcher import launch
@@ -261,7 +262,7 @@ def list_(
 def main() -> None:
     """Entry point. A mistake of the user ends with one message and exit code 2, a failed run with exit code 1."""
     try:
-        app(sys.argv[1:], exit_on_error=False, print_error=False)
+        app(_with_resume_spelled_out(sys.argv[1:]), exit_on_error=False, print_error=False)
     except CycloptsError as error:
         cause = error.__cause__
         command = next((word for word in sys.argv[1:] if word in [*app]), "")
@@ -273,6 +274,15 @@ def main() -> None:
         _exit("stopped", 130)
     except BrokenPipeError:  # the reader, such as head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _with_resume_spelled_out(words: list[str]) -> list[str]:
+    """The arguments with --resume=true for --resume alone, so that it does not take the next word for its value."""
+    if words[:1] not in (["train"], ["compare"]):
+        return words
+    following = [*words[1:], ""]
+    is_alone = [word == "--resume" and after != "auto" for word, after in zip(words, following, strict=True)]
+    return ["--resume=true" if alone else word for word, alone in zip(words, is_alone, strict=True)]
 
 
 def _explain(error: CycloptsError, command: str) -> str:

@@ -1,14 +1,27 @@
 """RunConfig and CompareConfig: the settings of a run and of a comparison, checked in one place."""
 
+# long: every setting with the text that --help shows
+
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from cyclopts import Group, Parameter
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from thinwire.errors import UsageError, invalid, unknown
 
@@ -23,6 +36,30 @@ COMPARED = Group("What to compare", sort_key=0)
 def option(group: Group, help: str) -> Parameter:
     """The group and the help text of a setting on the command line."""
     return Parameter(group=group, help=help)
+
+
+class Every(NamedTuple):
+    """How often something is done: every so many epochs, or steps."""
+
+    number: int
+    unit: Literal["epochs", "steps"]
+
+
+def parse_every(value: int | str) -> Every:
+    """Read a number of epochs, or of steps as "200steps".
+
+    >>> parse_every(2), parse_every("200steps")
+    (Every(number=2, unit='epochs'), Every(number=200, unit='steps'))
+    """
+    found = re.fullmatch(r"(\d+) *(steps?)?", str(value).strip())
+    if found is None or (found[2] and int(found[1]) == 0):
+        raise ValueError(f"{value} is not possible: give epochs as 2, steps as 200steps, or 0 for the end of training")
+    return Every(int(found[1]), "steps" if found[2] else "epochs")
+
+
+def _checked_every(value: int | str) -> int | str:
+    every = parse_every(value)
+    return every.number if every.unit == "epochs" else f"{every.number}steps"
 
 
 class RunConfig(BaseModel):
@@ -42,6 +79,10 @@ class RunConfig(BaseModel):
     data: Annotated[Path | None, option(WHAT, "Folder of the task's data files, if it needs any.")] = None
 
     epochs: Annotated[PositiveInt | None, option(HOW, "Passes over the data. Default: the task's.")] = None
+    steps: Annotated[
+        PositiveInt | None,
+        option(HOW, "Updates in all, instead of --epochs; the last epoch may be cut short."),
+    ] = None
     minutes: Annotated[
         PositiveFloat | None,
         option(HOW, "Stop at the end of the epoch in which training has taken this long. Default: no limit."),
@@ -55,7 +96,12 @@ class RunConfig(BaseModel):
         ),
     ] = None
     lr: Annotated[PositiveFloat | None, option(HOW, "Learning rate. Default: the task's.")] = None
-    optimizer: Annotated[str | None, option(HOW, "A name from 'thinwire list optimizers'. Default: the task's.")] = None
+    optimizer: Annotated[
+        str | None,
+        option(
+            HOW, "A name from 'thinwire list optimizers', or your own package.module:function. Default: the task's."
+        ),
+    ] = None
     schedule: Annotated[
         str | None,
         option(HOW, "How the learning rate changes: a name from 'thinwire list schedules'. Default: the task's."),
@@ -73,9 +119,23 @@ class RunConfig(BaseModel):
         bool,
         option(HOW, "Compile the model (torch.compile); with strategies that leave it whole. Needs a C++ compiler."),
     ] = False
+    metric: Annotated[
+        str | None,
+        option(HOW, "What tests measure: accuracy, loss, or your own package.module:function. Default: the task's."),
+    ] = None
     test_every: Annotated[
-        NonNegativeInt, option(HOW, "Epochs between tests of the model; 0 = only when training ends.")
+        int | str,
+        AfterValidator(_checked_every),
+        option(HOW, "Epochs between tests of the model, or steps, as 200steps; 0 = only when training ends."),
     ] = 1
+    log_every: Annotated[
+        NonNegativeInt,
+        option(HOW, "Steps between rows of loss, learning rate, speed, bytes and waiting in metrics.jsonl; 0 = none."),
+    ] = 0
+    num_workers: Annotated[
+        NonNegativeInt,
+        option(HOW, "Worker processes of each rank that read samples; 0 = the rank reads them. Batches are the same."),
+    ] = 0
     seed: Annotated[
         NonNegativeInt,
         option(HOW, "Random seed: decides the first weights, the data order and everything else random."),
@@ -108,12 +168,18 @@ class RunConfig(BaseModel):
         Literal["auto", "cpu", "cuda"], option(WHERE, "Device to compute on; auto = GPUs if there are any.")
     ] = "auto"
     out: Annotated[Path | None, option(WHERE, "Folder for the results. Default: a new one in runs/.")] = None
+    track: Annotated[
+        Literal["tensorboard", "wandb", "mlflow", "trackio"] | None,
+        option(
+            WHERE, "Also write the rows of metrics for this tracker, in --out and without network. Each is an extra."
+        ),
+    ] = None
     resume: Annotated[
-        bool,
+        bool | Literal["auto"],
         option(
             WHERE,
             "Continue the run in --out from its last checkpoint. If there is no run yet, start one, provided that "
-            "settings such as --task are given.",
+            "settings such as --task are given; with --resume=auto, start one in any case.",
         ),
     ] = False
     checkpoint_every: Annotated[
@@ -128,6 +194,14 @@ class RunConfig(BaseModel):
         NonNegativeInt, option(WHERE, "How often to restart from the last checkpoint when a rank dies.")
     ] = 0
 
+    @field_validator("steps")
+    @classmethod
+    def _refuse_both_lengths(cls, steps: int | None, info: ValidationInfo) -> int | None:
+        epochs = info.data.get("epochs")
+        if steps is not None and epochs is not None:
+            raise ValueError(f"{steps} steps and {epochs} epochs are two lengths of one run; give one of them")
+        return steps
+
     def to_toml(self) -> str:
         """The settings that are not None, as TOML."""
         values = self.model_dump(mode="json", exclude_none=True, exclude={"resume"})
@@ -139,7 +213,7 @@ class CompareConfig(RunConfig):
 
     strategy: Annotated[str, Parameter(parse=False, show=False)] = ""
     resume: Annotated[
-        bool,
+        bool | Literal["auto"],
         option(
             WHERE,
             "Continue the comparison in --out with the runs that are not finished. If there is none yet, start it.",
@@ -205,9 +279,10 @@ class PlanConfig(BaseModel):
 
 # Settings that may change when a run is resumed. All others decide its numbers.
 MAY_CHANGE = {
-    "epochs", "minutes", "test_every", "strict", "data", "out", "resume", "checkpoint_every", "keep", "restarts",
-    "device",
+    "epochs", "steps", "minutes", "test_every", "log_every", "num_workers", "strict", "data", "out", "track", "resume",
+    "checkpoint_every", "keep", "restarts", "device",
 }  # fmt: skip
+LENGTHS = ("epochs", "steps")  # of which a run has one
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -225,13 +300,24 @@ def read_toml(path: Path) -> dict[str, Any]:
     return values
 
 
-def make_config(*layers: dict[str, Any], source: str = "settings") -> RunConfig:
-    """One config from several layers of settings; later layers override earlier ones."""
+def merge(*layers: dict[str, Any]) -> dict[str, Any]:
+    """Several layers of settings as one; later layers override earlier ones.
+
+    >>> merge({"epochs": 3, "lr": 0.1}, {"steps": 200})
+    {'lr': 0.1, 'steps': 200}
+    """
     merged: dict[str, Any] = {}
     for layer in layers:
+        if any(layer.get(name) is not None for name in LENGTHS):
+            merged = {name: value for name, value in merged.items() if name not in LENGTHS}
         merged |= layer
+    return merged
+
+
+def make_config(*layers: dict[str, Any], source: str = "settings") -> RunConfig:
+    """One config from several layers of settings; later layers override earlier ones."""
     try:
-        return RunConfig(**merged)
+        return RunConfig(**merge(*layers))
     except ValidationError as error:
         raise invalid(error, source) from None
 

@@ -41,7 +41,7 @@ class BatchLoss:
         self.function = function
         self.kind: Literal["output", "model", "own"] = "own"
         if function is not None:
-            self.kind = "model" if _first_parameter(function) == "model" else "output"
+            self.kind = "model" if is_of_model(function) else "output"
         self.name = getattr(function, "__name__", str(function))
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> LossValue:
@@ -152,11 +152,16 @@ def channels_last(inputs: Any) -> Any:
     return map_tensors(inputs, ordered)
 
 
-def _first_parameter(function: Loss) -> str:
+def is_of_model(function: Callable[..., Any]) -> bool:
+    """Whether the first parameter of a function is called `model`.
+
+    >>> is_of_model(lambda model, batch: 0), is_of_model(torch.nn.functional.mse_loss)
+    (True, False)
+    """
     try:
-        return next(iter(inspect.signature(function).parameters), "")
+        return next(iter(inspect.signature(function).parameters), "") == "model"
     except (TypeError, ValueError):  # a function of torch's in C
-        return ""
+        return False
 
 
 def _number(value: Any) -> Tensor | None:

@@ -12,6 +12,7 @@ from pydantic import Field, NonNegativeFloat
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from thinwire import registry
 from thinwire.errors import UsageError
 
 OptimizerFactory = Callable[[Iterable[Parameter]], Optimizer]
@@ -54,6 +55,42 @@ def adamw(
         return torch.optim.AdamW(given, lr, (beta1, beta2), weight_decay=weight_decay, fused=_can_fuse(given))
 
     return make
+
+
+def build_optimizer(spec: str, lr: float) -> OptimizerFactory:
+    """The factory that a spec names: a registered one, or the user's own function of (parameters, lr).
+
+    >>> build_optimizer("torch.optim:RAdam(weight_decay=0.1)", 0.01)([Parameter(torch.zeros(1))]).defaults["lr"]
+    0.01
+    """
+    if not registry.is_own(spec):
+        built: OptimizerFactory = registry.build("optimizers", spec, lr)
+        return built
+    own = registry.load_own("optimizer", spec, ("parameters", "lr"), "a torch.optim.Optimizer")
+
+    def make(parameters: Iterable[Parameter]) -> Optimizer:
+        made = own.function(list(parameters), lr, **own.options)
+        if not isinstance(made, Optimizer):
+            raise UsageError(f"optimizer '{spec}' returned {type(made).__name__}; expected a torch.optim.Optimizer")
+        return made
+
+    return make
+
+
+class LearningRateWatch:
+    """An optimizer factory that notes the learning rate of the last step of any optimizer that it made."""
+
+    def __init__(self, factory: OptimizerFactory) -> None:
+        self.factory = factory
+        self.last: float | None = None  # of the first parameter group
+
+    def __call__(self, parameters: Iterable[Parameter]) -> Optimizer:
+        made = self.factory(parameters)
+        made.register_step_pre_hook(self._note)
+        return made
+
+    def _note(self, optimizer: Optimizer, *_: Any) -> None:
+        self.last = float(optimizer.param_groups[0]["lr"])
 
 
 def _can_fuse(parameters: list[Parameter]) -> bool | None:

@@ -86,8 +86,9 @@ def _malformed(text: str) -> UsageError:
         return UsageError(f"cannot read '{text}'; names have no '-': try {name.replace('-', '_')}{bracket}{rest}")
     if ":" in name:
         return UsageError(
-            f"cannot read '{text}'; expected a name or name(option=value, …) from 'thinwire list'. Only a task can be "
-            "your own package.module:function; a model of your own is part of such a task: Task(…, model=make)"
+            f"cannot read '{text}'; expected a name or name(option=value, …) from 'thinwire list'. Only a task, an "
+            "optimizer and a metric can be your own package.module:function; a model of your own is part of such a "
+            "task: Task(…, model=make)"
         )
     return UsageError(
         f"cannot read '{text}'; expected a name or name(option=value, …), "

@@ -17,6 +17,7 @@ from thinwire.run.meters import LinuxByteCount, Meters
 from thinwire.run.network import LinkReport
 from thinwire.run.position import Position
 from thinwire.run.summary import summarise
+from thinwire.tasks.metrics import METRICS
 
 CPU = torch.device("cpu")
 
@@ -98,8 +99,9 @@ def test_a_summary_adds_up_what_ranks_have() -> None:
         strategy = tw.prepare("alone", model=model, comm=comm, loss=torch.nn.functional.mse_loss,
                               optimizer=lambda p: torch.optim.SGD(p, 0.1))  # fmt: skip
         summary = summarise(
-            RunConfig(link="10mbit", ranks=2), "accuracy", at, 9.0, everyone, link=LinkReport(True, "off", 8.0, 0.1),
-            nodes=2, parameters=3, model=model, artifacts=[], strategy=strategy, device=CPU,
+            RunConfig(link="10mbit", ranks=2), METRICS["accuracy"], at, 9.0, everyone,
+            link=LinkReport(True, "off", 8.0, 0.1), nodes=2, parameters=3, model=model, artifacts=[],
+            strategy=strategy, device=CPU,
         ).model_dump()  # fmt: skip
     expected = {
         "wire_bytes_per_rank": 20, "wire_bytes_by_link": {"inside": 11, "between": 29}, "kernel_bytes_per_rank": 8,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import thinwire as tw
 from tests.run.test_worker import same_files, timeless, train
@@ -97,9 +99,24 @@ def test_such_tasks_are_planned() -> None:
         assert study(spec, TaskWorkload(config, task), [0, 1], 0.05) is not None
 
 
+def test_a_metric_may_be_a_function_of_model_and_batch() -> None:
+    def correct(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return model(batch["ids"], batch["mask"])["logits"].argmax(-1) == batch["labels"]
+
+    correct.higher_is_better = True  # type: ignore[attr-defined]
+    task = replace(sentences(None, 0), metric=correct)
+    model = seeded(0, MaskedNet)
+
+    def test(comm: Comm) -> float:
+        return evaluate(copy.deepcopy(model), task, comm, torch.device("cpu"), batch_size=7)["correct"]
+
+    whole = correct(copy.deepcopy(model).eval(), pad(task.test)).double().mean()  # type: ignore[arg-type]
+    assert tw.simulate(test, ranks=3) == pytest.approx([whole] * 3)
+
+
 def test_mistakes_of_tasks_are_named() -> None:
     task = sentences(None, 0)
-    with pytest.raises(UsageError, match=r"metric='accuracy' needs a loss of \(output, targets\)"):
+    with pytest.raises(UsageError, match=r"metric accuracy .* needs a loss of \(output, targets\)"):
         tw.Task(task.train, task.test, (), 2, "mlp", loss=None)
     with pytest.raises(UsageError, match="collate_fn=3; give a function"):
         tw.Task(task.train, task.test, (), 2, "mlp", collate_fn=3)  # type: ignore[arg-type]

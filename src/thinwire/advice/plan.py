@@ -145,13 +145,21 @@ def check_world(config: PlanConfig) -> list[int]:
 
 def load_workload(config: PlanConfig) -> Any:
     """The task's workload, with the task's defaults for what is not given."""
+    from torch.utils.data import IterableDataset
+
     from thinwire.plan.workload import TaskWorkload
+    from thinwire.run.setup import find_length
     from thinwire.run.startup import with_defaults
     from thinwire.tasks.loading import load_task
 
     shared = config.model_dump(include={"task", "model", "data", "epochs", "batch_size", "optimizer", "accumulate"})
     task = load_task(config.task, config.data, 0)
     settings = with_defaults(RunConfig(**shared, autocast=config.autocast, ranks=config.ranks), task, config.ranks)
+    if isinstance(task.train, IterableDataset):
+        raise UsageError(f"the training data of {config.task} is a stream; a plan needs a dataset with an index")
+    if settings.steps is not None:
+        length = find_length(settings, task, config.ranks)
+        settings = settings.model_copy(update={"epochs": length.num_epochs, "steps": None})
     return TaskWorkload(settings, task, parse_compute(config.compute) if config.compute else None)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from thinwire.common.prefetching import copied_to_gpu
+from thinwire.common.seeding import OwnRandomness
 from thinwire.common.tensors import num_bytes
 
 GPU_SHARE = 0.1  # of a GPU's free memory that a dataset may take
@@ -29,15 +30,16 @@ def fetch(
     dataset: Dataset[Any],
     batches: Sequence[Tensor],
     num_workers: int = 0,
-    seed: int = 0,
+    seeds: Sequence[int] = (),
     device: torch.device | None = None,
     collate_fn: Callable[[list[Any]], Any] = default_collate,
 ) -> Generator[Any, None, None]:
     """The batches of samples with these indices; from a TensorDataset, whole batches at a time.
 
-    `collate_fn` makes a batch of a list of samples; with another one than torch's, a TensorDataset gives samples too.
-    `seed` seeds the worker processes. Without it, torch would draw their seed from the generator of the training. With
-    a GPU as `device`, batches are copied there beside the computing.
+    `seeds` has one for each batch: random numbers that reading it draws depend on that alone, in this process as in
+    worker processes, and those of the training go on as if nothing was read. With a GPU as `device`, batches are copied
+    there beside the computing. `collate_fn` makes a batch of a list of samples; with another one than torch's, samples
+    of a TensorDataset are read one by one.
     """
     if not batches:
         return
@@ -48,16 +50,36 @@ def fetch(
         chosen = _on_gpu(batches, dataset.tensors[0].device) if is_on_gpu else batches
         fetched = (dataset[indices] for indices in chosen)
     else:
-        order = [indices.tolist() for indices in batches]
-        generator = torch.Generator().manual_seed(seed)
+        order: Any = [_SeededIndices(seed, part.tolist()) for seed, part in zip(seeds, batches, strict=True)]
+        generator = torch.Generator().manual_seed(0)  # else torch would draw the workers' seed from the training's
         loader = DataLoader(
-            dataset, batch_sampler=order, num_workers=num_workers, generator=generator, collate_fn=collate_fn
+            _Seeded(dataset), batch_sampler=order, num_workers=num_workers, generator=generator, collate_fn=collate_fn
         )  # fmt: skip
         fetched = iter(loader)
     if device is not None and device.type == "cuda" and not is_on_gpu:
         draws_nothing = in_batches and type(dataset) is TensorDataset
         fetched = copied_to_gpu(fetched, device, in_background=draws_nothing or num_workers > 0)
     yield from fetched
+
+
+class _SeededIndices(NamedTuple):
+    """A batch to be read."""
+
+    seed: int
+    indices: list[int]
+
+
+class _Seeded(Dataset[Any]):
+    """A dataset whose samples are read a batch at a time, with random numbers that depend on the batch's seed alone."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, batch: _SeededIndices) -> list[Any]:
+        with OwnRandomness(batch.seed).used():
+            if callable(read := getattr(self.dataset, "__getitems__", None)):
+                return list(read(batch.indices))
+            return [self.dataset[i] for i in batch.indices]
 
 
 def _on_gpu(batches: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:

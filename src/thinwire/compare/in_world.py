@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -30,15 +29,12 @@ def compare_in_world(specs: list[str], options: dict[str, Any], world: World) ->
     """Do a comparison as one rank of a world. Rank 0 gets the results; the others get None, or end with its code."""
     with stopped_by_signals():
         ranks = WorldRanks(world)
-        asked = ranks.gather(_as_json(specs, {name: value for name, value in options.items() if name not in OWN}))
+        shared = {name: str(value) for name, value in sorted(options.items()) if name not in OWN}
+        asked = ranks.gather([specs, shared])
         if world.rank == 0:
             return _lead(ranks, specs, options, asked)
-        _follow(ranks, json.loads(_as_json([], {name: options[name] for name in OWN if name in options}))[1])
+        _follow(ranks, {name: str(options[name]) for name in OWN if options.get(name) is not None})
         return None
-
-
-def _as_json(specs: list[str], options: dict[str, Any]) -> str:
-    return json.dumps([specs, dict(sorted(options.items()))], default=str)
 
 
 def _follow(ranks: WorldRanks, own: dict[str, Any]) -> None:
@@ -57,7 +53,7 @@ def _follow(ranks: WorldRanks, own: dict[str, Any]) -> None:
         sys.exit(code)
 
 
-def _lead(ranks: WorldRanks, specs: list[str], options: dict[str, Any], asked: list[str]) -> Results:
+def _lead(ranks: WorldRanks, specs: list[str], options: dict[str, Any], asked: list[Any]) -> Results:
     code = 1
     try:
         _check(ranks.world, options, asked)
@@ -77,7 +73,7 @@ def _lead(ranks: WorldRanks, specs: list[str], options: dict[str, Any], asked: l
         ranks.end(code)
 
 
-def _check(world: World, options: dict[str, Any], asked: list[str]) -> None:
+def _check(world: World, options: dict[str, Any], asked: list[Any]) -> None:
     for name in NOT_HERE:
         if name in options:
             raise UsageError(

@@ -37,9 +37,15 @@ def spread(values: list[float]) -> Spread | None:
     return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, values)
 
 
+def metric_sign(summary: dict[str, Any]) -> int:
+    """+1 if a higher metric is better, −1 if a lower one is. In older summaries only accuracy was."""
+    higher = summary.get("higher_is_better")
+    return 1 if (summary["metric"] == "accuracy" if higher is None else higher) else -1
+
+
 @dataclass(frozen=True)
 class Record:
-    """What one run wrote: its summary, a row of metrics per evaluation, and the timeline of a few steps.
+    """What one run wrote: its summary, rows of metrics after epochs and within, and the timeline of a few steps.
 
     A run that has not finished has no summary; if it failed, `error` says why.
     """
@@ -53,7 +59,8 @@ class Record:
 
     def seconds_to(self, target: float) -> float | None:
         """Training seconds until the metric first reached the target; None if it never did."""
-        name, sign = ("test_accuracy", 1) if any("test_accuracy" in row for row in self.metrics) else ("test_loss", -1)
+        summary = self.summary or {"metric": "accuracy"}
+        name, sign = f"test_{summary['metric']}", metric_sign(summary)
         rows = [row for row in self.metrics if name in row]
         return next((row["train_seconds"] for row in rows if sign * row[name] >= sign * target), None)
 
@@ -133,7 +140,7 @@ class Results:
     @property
     def sign(self) -> int:
         """+1 if a higher metric is better, −1 if a lower one is."""
-        return 1 if self.metric == "accuracy" else -1
+        return metric_sign(self.example) if self.example else 1
 
     @property
     def shares_link(self) -> bool:

@@ -153,9 +153,7 @@ class WorldRanks:
             folder.remove_if_empty()
         return folder.config.exists()
 
-    def _in_a_process(
-        self, run: str, order: Order, config: RunConfig, progress_file: Path | None
-    ) -> dict[str, Any]:  # fmt: skip
+    def _in_a_process(self, run: str, order: Order, config: RunConfig, progress_file: Path | None) -> dict[str, Any]:
         from thinwire.comm.store import JOIN_VARIABLE
 
         with scratch_folder() as scratch:

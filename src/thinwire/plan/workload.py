@@ -18,6 +18,7 @@ from thinwire.common.tensors import num_bytes
 from thinwire.config import RunConfig
 from thinwire.data import Batch, Loader, Shard, to_device
 from thinwire.losses import BatchLoss
+from thinwire.optim import build_optimizer
 from thinwire.plan.recorded_run import Training
 from thinwire.plan.timing import Effort, plain_seconds
 from thinwire.strategies.recipe import Recipe
@@ -59,7 +60,7 @@ class TaskWorkload:
     def stand_in(self, ranks: int, epochs: int, most_steps: int) -> Training:
         if self.is_timed:
             return self.training(ranks, epochs, most_steps)
-        optimizer = registry.build("optimizers", self.config.optimizer or "sgd", 1e-4)
+        optimizer = build_optimizer(self.config.optimizer or "sgd", 1e-4)
 
         def batches(shard: Shard) -> Sequence[Batch]:
             inputs = torch.ones(STAND_IN_BATCH * ranks // shard.count, STAND_IN_WIDTH)
@@ -132,7 +133,7 @@ class TaskWorkload:
         config, steps = self.config, self.steps_per_epoch(ranks)
         factor = registry.build("schedules", config.schedule or "constant")
         return Recipe(
-            self.task.loss, registry.build("optimizers", config.optimizer or "sgd", config.lr or 0.1),
+            self.task.loss, build_optimizer(config.optimizer or "sgd", config.lr or 0.1),
             lambda step: float(factor(min(epochs, (step + 0.5) / steps), epochs)), config.clip_norm,
             config.accumulate, config.autocast, epochs,
         )  # fmt: skip

@@ -135,7 +135,8 @@ def _validate(owner: str, given: dict[str, Any], parameters: Parameters, hints: 
         hint = hints.get(name, Any)
         is_built = _type_name(hint) in KIND_OF_TYPE
         fields[name] = (Any if is_built else hint, ... if p.default is p.empty else p.default)
-    model = create_model(owner, __config__=ConfigDict(extra="forbid", protected_namespaces=()), **fields)
+    config = ConfigDict(extra="forbid", protected_namespaces=(), arbitrary_types_allowed=True)
+    model = create_model(owner, __config__=config, **fields)
     try:
         checked = model(**given)
     except ValidationError as error:

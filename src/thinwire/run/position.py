@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from thinwire.comm.base import Comm
-from thinwire.errors import UsageError
 from thinwire.run.checkpoint import Checkpoints
 from thinwire.run.meters import Meters
 from thinwire.run.records import RunFolder
 from thinwire.run.states import random_state, set_random_state
 from thinwire.strategies.base import Strategy
+from thinwire.tasks.metrics import Metric
 
 
 @dataclass(frozen=True)
@@ -20,20 +21,36 @@ class Position:
 
     epoch: int = 0
     batch: int = 0  # the next batch of this epoch
+    first_batch: int = 0  # of what the strategy takes for this epoch; not 0 after a run that --steps ended in mid-epoch
     step: int = 0
     samples: int = 0  # that all ranks together have trained on
     loss_sum: float = 0.0  # over this epoch's batches, on this rank
     part_sums: dict[str, float] = field(default_factory=dict)  # the same for further numbers that the loss returned
+    unlogged_loss: float = 0.0  # over the steps since the last one that was logged, on this rank
+    unlogged_steps: int = 0
     value: float | None = None  # the metric after the last complete epoch; None if it was not tested
     best: float | None = None  # metric so far
     seconds: float = 0.0
     train_seconds: float = 0.0
     epochs_seconds: float = 0.0  # rank 0's train_seconds at the end of the last epoch; equal on all ranks
 
-    def tested(self, value: float | None, metric: str) -> Position:
+    @property
+    def begun_epochs(self) -> int:
+        """Epochs that are done, and one more if --steps ended the last one in its middle."""
+        return self.epoch + (self.batch > 0)
+
+    def with_losses(self, total: float, num_steps: int, parts: Mapping[str, float]) -> Position:
+        """This position with the losses of so many further steps, and sums of what the loss returned beside them."""
+        sums = {name: self.part_sums.get(name, 0.0) + part for name, part in parts.items()}
+        return replace(
+            self, loss_sum=self.loss_sum + total, part_sums=self.part_sums | sums,
+            unlogged_loss=self.unlogged_loss + total, unlogged_steps=self.unlogged_steps + num_steps,
+        )  # fmt: skip
+
+    def tested(self, value: float | None, metric: Metric) -> Position:
         """This position with the metric of the model there; None if it was not tested."""
         known = [one for one in (self.best, value) if one is not None]
-        return replace(self, value=value, best=(max if metric == "accuracy" else min)(known, default=None))
+        return replace(self, value=value, best=(max if metric.higher_is_better else min)(known, default=None))
 
 
 def run_state(at: Position, seconds: float, strategy: Strategy, meters: Meters) -> dict[str, Any]:
@@ -47,16 +64,18 @@ def run_state(at: Position, seconds: float, strategy: Strategy, meters: Meters) 
 
 
 def load_newest_checkpoint(
-    checkpoints: Checkpoints, strategy: Strategy, meters: Meters, folder: RunFolder, comm: Comm, epochs: int
-) -> Position | None:
-    """Load the newest checkpoint that all ranks have; returns its position, or None if there is none. Collective."""
+    checkpoints: Checkpoints, strategy: Strategy, meters: Meters, folder: RunFolder, comm: Comm,
+    check: Callable[[Position], None],
+) -> Position | None:  # fmt: skip
+    """Load the newest checkpoint that all ranks have; returns its position, or None if there is none. Collective.
+
+    `check` raises UsageError if the run cannot go on from a position.
+    """
     meters_before = meters.state_dict()
     found = checkpoints.load_latest()
     step, state = found or (0, None)
     at = Position(**state["position"]) if state else Position()
-    if (at.epoch, at.batch) > (epochs, 0):
-        done = f"{at.epoch} epochs and {at.batch} steps"
-        raise UsageError(f"--epochs {epochs}, but {done} are done already; give more epochs, or leave --epochs out")
+    check(at)
     if comm.rank == 0:
         folder.drop_rows_after(step)
     if state is None:

@@ -22,7 +22,7 @@ class Progress(Protocol):
     """Shows the progress of a run. `step` is called only if `is_due`, because reading a loss may wait for a GPU."""
 
     def step(self, step: int, loss: float | None, samples_per_second: float, wire_bytes: int) -> None: ...
-    def epoch(self, row: dict[str, Any]) -> None: ...
+    def row(self, row: dict[str, Any]) -> None: ...
     def is_due(self) -> bool: ...
     def close(self) -> None: ...
 
@@ -31,7 +31,7 @@ class NoProgress:
     """Shows nothing: for ranks other than 0."""
 
     def step(self, step: int, loss: float | None, samples_per_second: float, wire_bytes: int) -> None: ...
-    def epoch(self, row: dict[str, Any]) -> None: ...
+    def row(self, row: dict[str, Any]) -> None: ...
     def is_due(self) -> bool:
         return False
 
@@ -41,7 +41,7 @@ class NoProgress:
 class ProgressBar:
     """A bar with loss, metric, speed, bytes and time left; without a terminal, a line every few seconds."""
 
-    def __init__(self, metric: str, num_steps: int, start: int, num_epochs: int) -> None:
+    def __init__(self, metric: str, num_steps: int, start: int, num_epochs: int | None) -> None:
         self.console = Console(stderr=True)
         self.metric = metric
         self.num_steps = num_steps
@@ -69,13 +69,20 @@ class ProgressBar:
         else:
             self.bars.update(self.bar, completed=step, status=status)
 
-    def epoch(self, row: dict[str, Any]) -> None:
+    def row(self, row: dict[str, Any]) -> None:
+        """A row of metrics: after an epoch, or within, where only a test is shown."""
         value = row.get(f"test_{self.metric}")
         shown = "" if value is None else format_metric(value, self.metric)
-        self.value = shown and f"  {shown}"
         tested = shown and f"{self.metric} {shown}  "
+        if "train_loss" not in row:
+            self.value = f"  {shown}" if shown else self.value
+            if shown:
+                self._print(f"step {row['step']}/{self.num_steps}  {tested}".strip())
+            return
+        self.value = shown and f"  {shown}"
+        of_all = f"/{self.num_epochs}" if self.num_epochs else ""
         self._print(
-            f"epoch {row['epoch']}/{self.num_epochs}  loss {row['train_loss']:.4f}  {tested}"
+            f"epoch {row['epoch']}{of_all}  loss {row['train_loss']:.4f}  {tested}"
             f"{row['samples_per_second']:,.0f} samples/s  {format_bytes(row['wire_bytes'])}  "
             f"{format_seconds(row['seconds'])}"
         )
@@ -93,7 +100,7 @@ class ProgressBar:
 class ProgressFile:
     """Writes the latest progress to a file, as JSON, for the program that started the run."""
 
-    def __init__(self, file: Path, metric: str, num_steps: int, start: int, num_epochs: int) -> None:
+    def __init__(self, file: Path, metric: str, num_steps: int, start: int, num_epochs: int | None) -> None:
         self.file = file
         self.metric = metric
         self.num_steps = num_steps
@@ -109,8 +116,8 @@ class ProgressFile:
         status = {"step": step, "num_steps": self.num_steps, "value": self.value, "metric": self.metric}
         write_text(self.file, json.dumps(status))
 
-    def epoch(self, row: dict[str, Any]) -> None:
-        self.value = row.get(f"test_{self.metric}")
-        self.step(row["step"], row["train_loss"], 0.0, 0)
+    def row(self, row: dict[str, Any]) -> None:
+        self.value = row.get(f"test_{self.metric}", None if "train_loss" in row else self.value)
+        self.step(row["step"], None, 0.0, 0)
 
     def close(self) -> None: ...

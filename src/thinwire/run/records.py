@@ -60,8 +60,10 @@ class RunFolder:
 
     def remove_if_empty(self) -> None:
         """Remove the folder if a run failed before its first checkpoint, so that it can be started again."""
-        if self.path.is_dir() and {p.name for p in self.path.iterdir()} <= {self.config.name}:
-            self.config.unlink(missing_ok=True)
+        own = (self.config, self.metrics)  # rows within the first epoch
+        if self.path.is_dir() and {p.name for p in self.path.iterdir()} <= {file.name for file in own}:
+            for file in own:
+                file.unlink(missing_ok=True)
             with suppress(OSError):  # another rank has removed it
                 self.path.rmdir()
 

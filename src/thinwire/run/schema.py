@@ -1,4 +1,4 @@
-"""The fields of the files of a run: a row of metrics.jsonl after each epoch, and summary.json at the end."""
+"""The fields of the files of a run: the rows of metrics.jsonl, and summary.json at the end."""
 
 from __future__ import annotations
 
@@ -10,21 +10,30 @@ from thinwire.run.network import LinkState
 from thinwire.strategies.series import Draw
 
 
-class MetricsRow(BaseModel):
-    """A line of metrics.jsonl. It also has the strategy's status, and test_loss and perhaps test_accuracy if tested."""
+class InnerRow(BaseModel):
+    """A line of metrics.jsonl within an epoch, with test_loss and others if tested, and `loss` and `lr` if logged.
+
+    Those two are the mean loss of the steps since the last that was logged, and the learning rate of the last step.
+    """
 
     model_config = ConfigDict(extra="allow")
 
     step: int
-    epoch: int
+    epoch: int | float  # epochs done; of a stream without a length, whole ones
     seconds: float
     train_seconds: float
-    train_loss: float  # mean over the steps and the ranks that see the whole model's loss
     samples_per_second: float
     wire_bytes: int  # so far, of a rank on average
     training_bytes: int  # the same without start, evaluation and checkpoints
     training_bytes_between: int  # what all ranks sent between nodes in training
     waiting_seconds: float  # so far, of a rank on average
+
+
+class MetricsRow(InnerRow):
+    """A line of metrics.jsonl after an epoch. It also has the strategy's status."""
+
+    epoch: int
+    train_loss: float  # mean over the epoch's steps and the ranks that see the whole model's loss
 
 
 class ArtifactSummary(BaseModel):
@@ -72,6 +81,7 @@ class Summary(BaseModel):
     metric: str
     value: float
     best: float
+    higher_is_better: bool | None = None  # of the metric; None in older summaries: only accuracy was
     samples_per_second: float
     waiting_share: float
     wire_bytes_per_rank: int

@@ -18,9 +18,10 @@ from thinwire.comm.collectives import all_gather_json
 from thinwire.comm.join import pick_device
 from thinwire.comm.world import World
 from thinwire.common.cores import num_threads
-from thinwire.config import RunConfig, make_config
+from thinwire.config import LENGTHS, RunConfig, make_config, merge
 from thinwire.errors import RunError, ThinwireError, UsageError, unknown
 from thinwire.run.records import RunFolder
+from thinwire.run.tracking.base import check_tracker
 from thinwire.spec import parse
 from thinwire.tasks.base import Task
 
@@ -48,18 +49,22 @@ def with_defaults(config: RunConfig, task: Task, ranks: int) -> RunConfig:
         if name not in RunConfig.model_fields:
             raise unknown("setting in the task's defaults", name, RunConfig.model_fields)
     own_model = {"model": task.model} if isinstance(task.model, str) else {}
-    defaults = {**FALLBACK, **own_model, **task.defaults, "ranks": ranks}
+    defaults = merge(FALLBACK, {**own_model, **task.defaults, "ranks": ranks})
+    if any(getattr(config, name) is not None for name in LENGTHS):
+        defaults = {name: value for name, value in defaults.items() if name not in LENGTHS}
     missing = {name: value for name, value in defaults.items() if getattr(config, name) is None}
     return make_config(config.model_dump(), missing, source=f"defaults of {config.task}")
 
 
 def open_folder(config: RunConfig, comm: Comm) -> RunFolder:
     """The folder that rank 0 writes to: that of the run to resume, or one for a new run. Collective."""
-    path, resumes = _on_rank_0_and_gather(
-        comm,
-        lambda: str((RunFolder.existing(config.out) if config.resume else RunFolder.new(config)).path),
-        own=config.resume,
-    )
+
+    def find() -> str:
+        if config.track is not None:
+            check_tracker(config.track)
+        return str((RunFolder.existing(config.out) if config.resume else RunFolder.new(config)).path)
+
+    path, resumes = _on_rank_0_and_gather(comm, find, own=config.resume)
     not_found = [rank for rank, resume in enumerate(resumes) if not resume]
     if any(resumes) and not_found:
         raise UsageError(

@@ -19,10 +19,11 @@ from thinwire.run.network import LinkReport
 from thinwire.run.position import Position
 from thinwire.run.schema import ArtifactSummary, SeriesSummary, Summary
 from thinwire.strategies.base import Artifact, Strategy
+from thinwire.tasks.metrics import Metric
 
 
 def summarise(
-    config: RunConfig, metric: str, at: Position, seconds: float, by_rank: Sequence[Mapping[str, Any]], *,
+    config: RunConfig, metric: Metric, at: Position, seconds: float, by_rank: Sequence[Mapping[str, Any]], *,
     link: LinkReport, nodes: int, parameters: int, model: nn.Module, artifacts: Sequence[tuple[Artifact, float]],
     strategy: Strategy, device: torch.device,
 ) -> Summary:  # fmt: skip
@@ -31,8 +32,9 @@ def summarise(
     assert at.best is not None
     return Summary(
         task=config.task, strategy=config.strategy, model=config.model or config.task, ranks=len(by_rank),
-        nodes=nodes, link=config.link, seed=config.seed, epochs=at.epoch, steps=at.step, samples=at.samples,
-        seconds=seconds, train_seconds=at.train_seconds, metric=metric, value=at.value, best=at.best,
+        nodes=nodes, link=config.link, seed=config.seed, epochs=at.begun_epochs, steps=at.step, samples=at.samples,
+        seconds=seconds, train_seconds=at.train_seconds, metric=metric.name, value=at.value, best=at.best,
+        higher_is_better=metric.higher_is_better,
         samples_per_second=at.samples / at.train_seconds if at.train_seconds else 0.0, parameters=parameters,
         peak_memory_bytes=max(one["peak_memory_bytes"] for one in by_rank), versions=versions(device),
         **_network_fields(by_rank, link), **_model_fields(model, artifacts, strategy),

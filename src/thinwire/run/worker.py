@@ -4,47 +4,39 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from thinwire import registry
 from thinwire.comm.base import Comm
 from thinwire.comm.join import join
 from thinwire.comm.world import find_world
 from thinwire.common.batches import num_samples_of
 from thinwire.common.fetching import on_device
 from thinwire.common.messages import print_line
-from thinwire.config import MAY_CHANGE, RunConfig
-from thinwire.data import Batch, Loader, derive_seed, to_device
-from thinwire.errors import PeerLost
+from thinwire.config import RunConfig
+from thinwire.data import Batch, derive_seed, to_device
+from thinwire.errors import PeerLost, UsageError
+from thinwire.optim import LearningRateWatch
+from thinwire.run.batches import End, TrainingClock, epoch_batches
 from thinwire.run.checkpoint import Checkpoints
+from thinwire.run.length import Due, due_after
 from thinwire.run.meters import Meters
 from thinwire.run.network import LinkReport
 from thinwire.run.position import Position, load_newest_checkpoint, run_state
 from thinwire.run.progress import NoProgress, Progress, ProgressBar, ProgressFile
 from thinwire.run.recorder import Recorder
 from thinwire.run.records import RunFolder
-from thinwire.run.startup import (
-    answer_seconds,
-    fingerprint,
-    on_rank_0,
-    open_folder,
-    seed_everything,
-    use_device,
-    with_defaults,
-)
+from thinwire.run.setup import find_length, identity, loader_of, optimizer_of, recipe_of
+from thinwire.run.startup import answer_seconds, on_rank_0, open_folder, seed_everything, use_device, with_defaults
 from thinwire.run.step_losses import StepLosses
 from thinwire.run.summary import num_parameters
-from thinwire.strategies.base import Strategy
 from thinwire.strategies.finite import CHECK_EVERY_STEPS, not_finite_error
 from thinwire.strategies.prepare import make_strategy
-from thinwire.strategies.recipe import Recipe
 from thinwire.tasks.loading import load_task
+from thinwire.tasks.metrics import load_metric
 
 
 def run_rank(config: RunConfig, link: LinkReport = LinkReport(), progress_file: Path | None = None) -> dict[str, Any]:
@@ -74,32 +66,33 @@ class Run:
     ) -> None:
         self.start_time = time.monotonic()
         self.meters = Meters(comm, device, link)
-        self.comm = comm
-        self.device = device
-        self.progress_file = progress_file
+        self.comm, self.device, self.progress_file = comm, device, progress_file
         seed_everything(config.seed)
         self.task = load_task(config.task, config.data, config.seed)
+        if config.metric is not None:
+            self.task = replace(self.task, metric=load_metric(config.metric))
         self.config = with_defaults(config, self.task, comm.size)
+        self.length = find_length(self.config, self.task, comm.size)
         seed_everything(config.seed)
         model = self.task.build_model(config.model).to(device)
         size = num_parameters(model)
-        self.strategy = self._make_strategy(model)
-        shard = self.strategy.shard
-        self.loader = Loader(
-            self.task.train, shard, self._setting("batch_size"), seed=config.seed, ranks=comm.size,
-            device=None if self.strategy.checks_targets else device, collate_fn=self.task.collate_fn,
+        self.learning_rate = LearningRateWatch(optimizer_of(self.config))
+        self.strategy = make_strategy(
+            self.config.strategy, model, recipe_of(self.config, self.task, self.length, self.learning_rate), comm
+        )  # fmt: skip
+        self.loader = loader_of(
+            self.config, self.task, comm.size, self.strategy.shard, None if self.strategy.checks_targets else device
         )  # fmt: skip
         self.task = replace(self.task, test=on_device(self.task.test, device))
         self.generator = torch.Generator(device)  # of the augmentation; seeded anew for each batch
-        self.num_steps = self._setting("epochs") * len(self.loader)
         seed_everything(derive_seed(config.seed, comm.rank))  # dropout differs between ranks
         self.folder = open_folder(config, comm)
         self.recorder = Recorder(
-            self.config, self.task, comm, self.strategy, self.meters, self.folder, size
+            self.config, self.task, comm, self.strategy, self.meters, self.folder, size, self.length
         )  # fmt: skip
-        self.checkpoints = Checkpoints(
-            self.folder.checkpoints, comm, self._identity(model), config.keep, self._warn
-        )  # fmt: skip
+        self.metric_key = f"test_{self.recorder.metric.name}"
+        about = identity(self.config, model, self.strategy, self.loader)
+        self.checkpoints = Checkpoints(self.folder.checkpoints, comm, about, config.keep, self._warn)
         self.at = Position()
         self.losses = StepLosses()  # of steps that are not yet in self.at.loss_sum
         self.progress: Progress = NoProgress()
@@ -109,79 +102,97 @@ class Run:
         try:
             if self.config.resume:
                 self._resume()
+            self.recorder.begin()
             if self.comm.rank == 0 or not self.folder.config.exists():  # the second: on a machine with its own disk
                 self.folder.save_config(self.config)
             if self.comm.rank == 0:
-                about = (self.task.metric, self.num_steps, self.at.step, self._setting("epochs"))
+                about = (self.recorder.metric.name, self.length.num_steps, self.at.step, self.length.num_epochs)
                 file = self.progress_file
                 self.progress = ProgressFile(file, *about) if file else ProgressBar(*about)
-            while self.at.epoch < self._setting("epochs") and not self._is_out_of_time():
+            while not self.length.is_reached(self.at) and not self._is_out_of_time():
                 self._train_epoch()
+            self.progress.close()
+            return self.recorder.at_end(self.at, self._seconds, show=self.progress_file is None)
         except Exception as error:
             if not isinstance(error, PeerLost):  # else the rank that failed does it
                 self.folder.remove_if_empty()
             raise
         finally:
             self.progress.close()
-        return self.recorder.at_end(self.at, self._seconds, show=self.progress_file is None)
+            self.recorder.close()
 
     # ---- training
 
-    def _make_strategy(self, model: nn.Module) -> Strategy:
-        factor = registry.build("schedules", self._setting("schedule"))
-        recipe = Recipe(
-            loss=self.task.loss,
-            optimizer=registry.build("optimizers", self._setting("optimizer"), self._setting("lr")),
-            schedule=lambda step: factor((step + 0.5) / len(self.loader), self._setting("epochs")),
-            clip_norm=self.config.clip_norm,
-            accumulate=self.config.accumulate,
-            autocast=self.config.autocast,
-            epochs=self._setting("epochs"),
-            compile=self.config.compile,
-        )
-        return make_strategy(self.config.strategy, model, recipe, self.comm)
-
     def _train_epoch(self) -> None:
-        begin = time.monotonic() - self.at.train_seconds
-        seconds, samples = self.at.train_seconds, self.at.samples
-        every = self.config.checkpoint_every
-
-        def speed() -> float:
-            return (self.at.samples - samples) / (self.at.train_seconds - seconds)
-
-        self.strategy.begin_epoch(len(self.loader))
+        self.clock = TrainingClock(self.at)
+        epoch_length = self.length.epoch_length(self.at)
+        self.strategy.begin_epoch(epoch_length and epoch_length - self.at.first_batch)
         self.strategy.set_shard(self.loader)
-        with closing(self.loader.batches(self.at.epoch, start=self.at.batch)) as batches:
-            for i, batch in enumerate(batches):
-                if self.at.epoch in self.strategy.timeline_epochs:
-                    self.meters.record_some_steps(i)
-                with self.meters.timeline.step(self.at.step + 1):
-                    self.losses.add(self.strategy.step(self._transformed(batch)), self.strategy.loss_parts)
-                self._advance(
-                    batch=self.at.batch + 1, step=self.at.step + 1, train_seconds=time.monotonic() - begin,
-                    samples=self.at.samples + num_samples_of(batch) * self.strategy.shard.count,
-                )  # fmt: skip
-                is_checkpoint = every > 0 and self.at.step % every == 0 and self.at.batch < len(self.loader)
-                if is_checkpoint or len(self.losses) >= CHECK_EVERY_STEPS or self.progress.is_due():
-                    self._read_losses(speed())
-                if is_checkpoint:
-                    before = time.monotonic()
-                    self._save_checkpoint()
-                    begin += time.monotonic() - before  # not part of train_seconds
+        end: End = "complete"
+        for i, (batch, end) in enumerate(epoch_batches(self.loader, self.at, self.length, self.comm)):
+            if self.at.epoch in self.strategy.timeline_epochs:
+                self.meters.record_some_steps(i)
+            with self.meters.timeline.step(self.at.step + 1):
+                self.losses.add(self.strategy.step(self._transformed(batch)), self.strategy.loss_parts)
+            self._advance(
+                batch=self.at.batch + 1, step=self.at.step + 1, train_seconds=self.clock.seconds(),
+                samples=self.at.samples + num_samples_of(batch) * self.strategy.shard.count,
+            )  # fmt: skip
+            if end == "no":
+                self._after_step(due_after(self.config, self.at, is_epoch_end=False))
+        if self.at.batch == 0:
+            raise UsageError(
+                f"the stream of training data gave less than a sample for each of {self.comm.size} ranks in epoch "
+                f"{self.at.epoch + 1}; it must begin anew whenever it is iterated"
+            )
+        self._end_epoch(is_complete=end == "complete")
+
+    def _after_step(self, due: Due) -> None:
+        """Do what is due between two steps of an epoch."""
+        if due.checkpoint or due.has_row or len(self.losses) >= CHECK_EVERY_STEPS or self.progress.is_due():
+            self._read_losses()
+        if due.has_row:
+            self._advance(train_seconds=self.clock.seconds())  # now that the GPU is done
+        with self.clock.stopped():
+            if due.has_row:
+                speed = self.clock.speed_since_row(self.at)
+                row = self.recorder.in_epoch(self.at, self._seconds(), speed, due, self._logged(due))
+                best = self.at.tested(row.get(self.metric_key), self.recorder.metric).best
+                self._advance(best=best)
+                self.progress.row(row)
+            if due.checkpoint:
+                self._save_checkpoint()
+
+    def _end_epoch(self, is_complete: bool) -> None:
+        """Let the strategy end its epoch; test, record and save. An epoch that --steps ended can still go on later."""
         self.meters.timeline.pause()
         with self.meters.timeline.step(self.at.step):
             self.strategy.end_epoch()
-        self._read_losses(speed())
-        self._advance(train_seconds=time.monotonic() - begin)  # now that the GPU is done
-        row, by_rank = self.recorder.after_epoch(self.at, self._seconds, speed())
-        self.at = self.at.tested(row.get(f"test_{self.task.metric}"), self.task.metric)
-        self._advance(
-            epoch=self.at.epoch + 1, batch=0, loss_sum=0.0, part_sums={}, epochs_seconds=by_rank[0]["train_seconds"]
+        self._read_losses()
+        self._advance(train_seconds=self.clock.seconds())  # now that the GPU is done
+        due = due_after(self.config, self.at, is_epoch_end=True)
+        row, by_rank = self.recorder.after_epoch(
+            self.at, self._seconds, self.clock.speed(self.at), due, self._logged(due)
         )  # fmt: skip
+        self.at = self.at.tested(row.get(self.metric_key), self.recorder.metric)
+        after = (
+            {"epoch": self.at.epoch + 1, "batch": 0, "first_batch": 0, "loss_sum": 0.0, "part_sums": {}}
+            if is_complete
+            else {"first_batch": self.at.batch}
+        )
+        self._advance(**after, epochs_seconds=by_rank[0]["train_seconds"])
+        self.progress.row(row)
         self._save_checkpoint()
-        self.progress.epoch(row)
 
-    def _read_losses(self, samples_per_second: float) -> None:
+    def _logged(self, due: Due) -> dict[str, float | None]:
+        """What a row has if a log is due: the mean loss since the last one, and the learning rate. Collective."""
+        if not due.log:
+            return {}
+        loss = self.recorder.mean_loss(self.at.unlogged_loss, self.at.unlogged_steps)
+        self._advance(unlogged_loss=0.0, unlogged_steps=0)
+        return {"loss": loss, "lr": self.learning_rate.last}
+
+    def _read_losses(self) -> None:
         """Add the latest losses to the sum, raise RunError if one is not finite, show progress. Waits for a GPU."""
         if not self.losses:
             return
@@ -189,11 +200,10 @@ class Run:
         if not losses.isfinite().all():
             first = int((~losses.isfinite()).nonzero()[0])
             raise not_finite_error(self.at.step - len(losses) + first + 1, losses[first].item())
-        sums = {name: self.at.part_sums.get(name, 0.0) + total for name, total in parts.items()}
-        self._advance(loss_sum=self.at.loss_sum + losses.sum().item(), part_sums=self.at.part_sums | sums)
+        self.at = self.at.with_losses(losses.sum().item(), len(losses), parts)
         if self.progress.is_due():
             loss = losses[-1].item() if self.strategy.sees_loss else None
-            self.progress.step(self.at.step, loss, samples_per_second, self.comm.ledger.wire_bytes)
+            self.progress.step(self.at.step, loss, self.clock.speed(self.at), self.comm.ledger.wire_bytes)
 
     def _transformed(self, batch: Batch) -> Batch:
         """A batch as the model gets it, with augmentation that depends on (seed, epoch, batch, shard) alone."""
@@ -203,31 +213,21 @@ class Run:
 
     # ---- position and checkpoints
 
-    def _identity(self, model: nn.Module) -> dict[str, Any]:
-        """What a checkpoint must have been made with."""
-        shards, ranks = self.strategy.shard.count, self.comm.size
-        new = set() if self.config.compile else {"compile"}  # a setting that earlier versions lack
-        return {
-            **self.config.model_dump(mode="json", exclude=MAY_CHANGE | new),
-            "samples": self.loader.num_samples,
-            "weights": fingerprint(model),
-            **({"shards": shards} if shards < ranks else {}),  # earlier versions had smaller batches
-        }
-
     def _resume(self) -> None:
         position = load_newest_checkpoint(
-            self.checkpoints, self.strategy, self.meters, self.folder, self.comm, self._setting("epochs")
+            self.checkpoints, self.strategy, self.meters, self.folder, self.comm, self.length.refuse_less_than
         )  # fmt: skip
         if position is None:
             self._print_on_rank_0(f"{self.folder.path} has no usable checkpoint; starting from the beginning")
             return
         self.at = position
-        self._print_on_rank_0(f"resuming at step {self.at.step} of {self.num_steps}")
+        self._print_on_rank_0(f"resuming at step {self.at.step} of {self.length.num_steps}")
 
     def _save_checkpoint(self) -> None:
         self.checkpoints.save(
             self.at.step, lambda: run_state(self.at, self._seconds(), self.strategy, self.meters)
         )  # fmt: skip
+        self.recorder.after_checkpoint()
 
     def _is_out_of_time(self) -> bool:
         return self.config.minutes is not None and self.at.epochs_seconds >= 60 * self.config.minutes
@@ -237,11 +237,6 @@ class Run:
 
     def _seconds(self) -> float:
         return self.at.seconds + time.monotonic() - self.start_time
-
-    def _setting(self, name: str) -> Any:
-        value = getattr(self.config, name)
-        assert value is not None, name
-        return value
 
     def _warn(self, text: str) -> None:
         print_line(f"rank {self.comm.rank}: {text}")

@@ -96,9 +96,9 @@ class AB(Strategy):
         reducer: Reducer = mean(),  # how gradients are averaged
     ) -> None:
         self.model, self.recipe, self.comm, self.shard = model, recipe, comm, Shard(comm.rank, comm.size)
-        self.sync, self.reducer = sync, reducer
-        self.lengths, self.epochs = PhaseLengths(sync_every, warmup, rebound, climb, joint, unit), recipe.epochs
-        self.phases = self.lengths.phases_before_first_epoch(recipe.epochs)
+        self.sync, self.reducer, self.epochs, self.steps = sync, reducer, recipe.epochs, recipe.steps
+        self.lengths = PhaseLengths(sync_every, warmup, rebound, climb, joint, unit)
+        self.phases = self.lengths.phases_before_first_epoch(recipe.epochs, recipe.steps)
         self.phase: Phase = "warmup"
         self.phase_start = 0  # the first step of this phase
         self.num_epoch_steps = 0  # steps done in this epoch
@@ -130,7 +130,7 @@ class AB(Strategy):
 
     def end_epoch(self) -> None:
         if self.num_epoch_steps and self.lengths.is_unplanned(self.phases, self.epochs):
-            self.phases = self.lengths.phases(self.epochs, self.num_epoch_steps)
+            self.phases = self.lengths.phases(self.epochs, self.num_epoch_steps, self.steps)
         self.num_epoch_steps = 0
 
     # ---- phases
@@ -139,8 +139,8 @@ class AB(Strategy):
         """Plan once: a later epoch of another length, or more epochs after a resume, change nothing."""
         if self.phases and (self.learner.num_steps or not self.epochs):
             return
-        self.phases = self.lengths.phases(self.epochs, epoch_steps)
-        self.phases.say_if_no_sync((self.epochs or 0) * epoch_steps, self.comm.rank)
+        self.phases = self.lengths.phases(self.epochs, epoch_steps, self.steps)
+        self.phases.say_if_no_sync(self.steps or (self.epochs or 0) * epoch_steps, self.comm.rank)
 
     def _enter_phase(self, phase: Phase) -> None:
         """Sync the groups and merge the factors after an ab phase; factor W before an ab phase or the joint one."""

@@ -89,8 +89,10 @@ class PhaseLengths(NamedTuple):
     joint: float | None = None
     unit: Literal["steps", "epochs"] = "steps"
 
-    def phases_before_first_epoch(self, epochs: int | None) -> Phases | None:
+    def phases_before_first_epoch(self, epochs: int | None, steps: int | None = None) -> Phases | None:
         """The phases if all lengths are in steps; None if they depend on the length of an epoch."""
+        if steps is not None and self.unit == "steps":
+            return self.phases(epochs, 0, steps)
         if epochs is None and self.joint:
             raise UsageError(
                 f"ab: joint={self.joint:g} is the length of the last phase, so ab must know how long the run is: "
@@ -109,8 +111,8 @@ class PhaseLengths(NamedTuple):
         """Whether the phases, or the joint one by default, are yet to be planned from the length of an epoch."""
         return phases is None or bool(epochs and self.joint is None and phases.joint_start is None)
 
-    def phases(self, epochs: int | None, epoch_steps: int) -> Phases:
-        """The phases of a run of `epochs` epochs of `epoch_steps` steps.
+    def phases(self, epochs: int | None, epoch_steps: int, steps: int | None = None) -> Phases:  # long: examples
+        """The phases of a run of `epochs` epochs of `epoch_steps` steps, or of so many `steps`.
 
         >>> PhaseLengths().phases(epochs=10, epoch_steps=100)
         Phases(warmup=210, every=105, rebound=8, climb=37, joint_start=605)
@@ -123,7 +125,7 @@ class PhaseLengths(NamedTuple):
             scale = epoch_steps if self.unit == "epochs" else 1
             return max(least, round(default if length is None else length * scale))
 
-        total = (epochs or 0) * epoch_steps
+        total = (epochs or 0) * epoch_steps if steps is None else steps
         every = in_steps(self.every, total * SYNC_SHARE, least=2)
         warmup = every * WARMUP_SYNCS if self.every else min(every * WARMUP_SYNCS, total / 2)
         rebound = in_steps(self.rebound, every * REBOUND_SHARE, least=1)
@@ -135,7 +137,7 @@ class PhaseLengths(NamedTuple):
                 f"ab: a rebound of {rebound} steps leaves none of the {every} steps between two syncs; try a shorter "
                 "rebound, or a longer sync_every"
             )
-        run = f"the run of {total} ({epochs} epochs of {epoch_steps})"
+        run = f"the run of {total}" + (f" ({epochs} epochs of {epoch_steps})" if steps is None else "")
         fifth = _fifth(total, epoch_steps, self.unit)
         if total and warmup >= total:
             raise UsageError(

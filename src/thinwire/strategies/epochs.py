@@ -48,10 +48,13 @@ def epoch(trainer: Strategy, batches: Iterable[Batch], comm: Comm) -> Iterator[B
 def _check_positions(loader: Loader, comm: Comm) -> None:
     """Raise UsageError if ranks continue from states of different steps: their models would differ. Collective."""
     with comm.ledger.purpose("sync"):
-        own = torch.tensor([loader.epoch, loader.batch, len(loader)])
+        own = torch.tensor([loader.epoch, loader.batch, _length(loader)])
         positions = [position.tolist() for position in comm.all_gather(own)]
     most_done = max(batch for _, batch, _ in positions)
-    if any((epoch, batch) != (loader.epoch, min(most_done, length)) for epoch, batch, length in positions):
+    if any(
+        (epoch, batch) != (loader.epoch, most_done if length < 0 else min(most_done, length))
+        for epoch, batch, length in positions
+    ):
         found = [f"rank {r} at batch {batch} of epoch {epoch}" for r, (epoch, batch, _) in enumerate(positions)]
         raise UsageError(
             f"ranks are at different positions: {', '.join(found)}; load on every rank the state of the same step "

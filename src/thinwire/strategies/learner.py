@@ -209,11 +209,7 @@ class Learner:
 
     def state_dict(self) -> dict[str, Any]:
         self._finite_check.check(self.num_steps)
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "num_steps": self.num_steps,
-        }
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "num_steps": self.num_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])

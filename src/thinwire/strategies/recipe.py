@@ -24,6 +24,7 @@ class Recipe:
     epochs: int | None = None  # in the whole run; for strategies with phases
     compile: bool = False  # whether the model is compiled by torch.compile; of strategies that leave it whole
     optimizer_state: Mapping[str, OptimizerState] = field(default_factory=dict)  # that the first optimizer begins with
+    steps: int | None = field(default=None, kw_only=True)  # in the whole run, if it may end in mid-epoch
     own_loop: bool = field(default=False, kw_only=True)  # the caller makes the steps: nothing here learns
     rehearses: bool = field(default=False, kw_only=True)  # nothing is computed and gradients are zeros; on dry comms
 

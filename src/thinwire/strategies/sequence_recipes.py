@@ -31,8 +31,12 @@ def recipe_of(part: Part, seam: Seam, run: Recipe, schedule: Schedule, is_last: 
     """The recipe of a run, with the epochs and the learning rates of a part."""
     is_whole = schedule == "part" or (schedule == "restart" and is_last)
     pace = run.epochs / part.epochs if is_whole and run.epochs and part.epochs else 1.0
+    steps = run.steps - seam.steps_before if is_last and run.steps is not None else None
     return replace(
-        run, epochs=part.epochs, schedule=_schedule(run, seam, seam.steps_before if schedule == "run" else 0, pace)
+        run,
+        epochs=part.epochs,
+        steps=steps,
+        schedule=_schedule(run, seam, seam.steps_before if schedule == "run" else 0, pace),
     )
 
 

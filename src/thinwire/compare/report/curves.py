@@ -21,7 +21,7 @@ from thinwire.compare.report.style import (
 )
 from thinwire.compare.results import Entry, Results
 
-Epochs = list[list[dict[str, Any]]]  # for each epoch, the rows of metrics of all seeds
+Epochs = list[list[dict[str, Any]]]  # for each test, mostly after an epoch, the rows of metrics of all seeds
 
 
 def learning_curves(results: Results, over: str) -> Figure | None:
@@ -45,15 +45,15 @@ def learning_curves(results: Results, over: str) -> Figure | None:
 
 
 def _epochs(entry: Entry, metric: str, column: str) -> Epochs:
-    """The epochs that every seed has which recorded any."""
+    """The tests that every seed has which recorded any; most are at the end of an epoch."""
     tables = [
-        {row["epoch"]: row | {"value": row[f"test_{metric}"]} for row in record.metrics
+        {row["step"]: row | {"value": row[f"test_{metric}"]} for row in record.metrics
          if is_number(row.get(f"test_{metric}")) and is_number(row.get(column))}
         for record in entry.finished
     ]  # fmt: skip
     tables = [table for table in tables if table]
     common = set.intersection(*(set(table) for table in tables)) if tables else set()
-    return [[table[epoch] for table in tables] for epoch in sorted(common)]
+    return [[table[step] for table in tables] for step in sorted(common)]
 
 
 def _curve(i: int, entry: Entry, epochs: Epochs, cost: Cost, axes: Axes) -> list[Trace]:
@@ -78,7 +78,7 @@ def _point_text(i: int, entry: Entry, rows: list[dict[str, Any]], cost: Cost, ax
     seeds = f" ({format_metric(min(values), metric)} to {format_metric(max(values), metric)})" if len(rows) > 1 else ""
     return (
         f"{strategy_label(i, entry)}<br>{metric} {format_metric(_mean(values), metric)}{seeds}<br>"
-        f"epoch {rows[0]['epoch']}, {cost.form(_mean(row[cost.column] for row in rows))} {cost.name}"
+        f"epoch {rows[0]['epoch']:g}, {cost.form(_mean(row[cost.column] for row in rows))} {cost.name}"
     )
 
 

@@ -30,8 +30,9 @@ def _rows(results: Results, record: Record) -> list[PartRow]:
     cost, metric = cost_of(results, "bytes"), results.metric
     before: dict[str, Any] = {cost.column: 0, "train_seconds": 0.0, "epoch": 0}
     rows = []
-    for number in sorted({row["part"] for row in record.metrics}):
-        last = next(row for row in reversed(record.metrics) if row["part"] == number)
+    after_epochs = [row for row in record.metrics if "part" in row]
+    for number in sorted({row["part"] for row in after_epochs}):
+        last = next(row for row in reversed(after_epochs) if row["part"] == number)
         tested = last.get(f"test_{metric}")
         rows.append(
             PartRow(

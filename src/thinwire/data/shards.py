@@ -86,12 +86,16 @@ class Loader:
         self.epoch = 0
         self.batch = 0
         self._has_begun = False  # whether the current epoch was iterated, so that iterating again begins the next one
-        self.num_samples = num_samples(dataset, "the dataset")
-        if self.num_samples < self.ranks:
+        self.num_samples = self.count_samples(dataset)
+        if 0 <= self.num_samples < self.ranks:
             raise UsageError(
                 f"{self.num_samples} samples cannot be shared by {self.ranks} ranks; "
                 f"use at most {self.num_samples} ranks or more data"
             )
+
+    def count_samples(self, dataset: Dataset[Any]) -> int:
+        """The number of samples of an epoch."""
+        return num_samples(dataset, "the dataset")
 
     def follow(self, shard: Shard) -> None:
         """Read another shard of the same batches from now on: that of the next part of a sequence."""
@@ -152,9 +156,9 @@ class Loader:
 
     def batches(self, epoch: int, start: int = 0) -> Generator[Any, None, None]:
         """The batches of an epoch, beginning with batch `start`."""
-        seed = derive_seed(self.seed, epoch, self.shard.index)
-        indices = self.indices(epoch)[start:]
-        return fetch(self.dataset, indices, self.num_workers, seed, self.device, self.collate_fn)
+        indices = self.indices(epoch)
+        seeds = [derive_seed(self.seed, epoch, batch, self.shard.index) for batch in range(start, len(indices))]
+        return fetch(self.dataset, indices[start:], self.num_workers, seeds, self.device, self.collate_fn)
 
     def indices(self, epoch: int) -> list[Tensor]:
         """The indices of the samples in each batch of an epoch."""
@@ -171,36 +175,6 @@ class Loader:
         return full, 0 if rest // unit == 1 and full else rest // unit * unit
 
 
-def loader(
-    dataset: Dataset[Any],
-    shard: Shard,
-    batch_size: int,
-    *,
-    seed: int = 0,
-    num_workers: int = 0,
-    device: torch.device | str | None = None,
-    collate_fn: Callable[[list[Any]], Batch] = default_collate,
-) -> Loader:
-    """The batches that a rank should train on; iterate once per epoch.
-
-    `batch_size` is per shard: per rank, or per group of ranks that read the same samples. Any map-style dataset will
-    do; a TensorDataset is indexed whole batches at a time. `collate_fn` makes a batch of a list of samples, as a
-    DataLoader's does. The loader's `state_dict` is the position in the data.
-
-    `device` names the model's GPU: then batches are there when they are asked for. A TensorDataset is copied to the GPU
-    whole if it takes at most a tenth of the memory that is free. Others are read ahead, if that draws no random numbers
-    of this process: a larger TensorDataset on a thread, any dataset with `num_workers`. The batches are the same.
-
-    >>> import torch
-    >>> data = torch.utils.data.TensorDataset(torch.arange(10.0), torch.arange(10))
-    >>> [len(targets) for inputs, targets in loader(data, Shard(0, 2), batch_size=2)]
-    [2, 2]
-    """
-    return Loader(
-        dataset, shard, batch_size, seed=seed, num_workers=num_workers, device=device, collate_fn=collate_fn
-    )  # fmt: skip
-
-
 def num_samples(dataset: Any, what: str) -> int:
     """The length of a map-style dataset; raise UsageError for a stream or a DataLoader."""
     if isinstance(dataset, DataLoader):
@@ -208,8 +182,7 @@ def num_samples(dataset: Any, what: str) -> int:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise UsageError(
             f"{what} is {type(dataset).__name__}, a stream or without a length; ranks choose samples by index, so give "
-            "a map-style Dataset. A loop of your own can read streams, one part on each rank: "
-            "for batch in tw.epoch(trainer, DataLoader(stream, batch_size=32), comm)"
+            "a map-style Dataset"
         )
     return len(dataset)
 
