@@ -48,11 +48,20 @@ def fetch(
         fetched = (dataset[indices] for indices in chosen)
     else:
         order: Any = [_SeededIndices(seed, part.tolist()) for seed, part in zip(seeds, batches, strict=True)]
-        generator = torch.Generator().manual_seed(0)  # else torch would draw the workers' seed from the training's
-        fetched = iter(DataLoader(_Seeded(dataset), batch_sampler=order, num_workers=num_workers, generator=generator))
+        fetched = iter(DataLoader(_Seeded(dataset), batch_sampler=order, **worker_options(num_workers)))
     if device is not None and device.type == "cuda" and not is_on_gpu:
         fetched = copied_to_gpu(fetched, device, in_background=type(dataset) is TensorDataset or num_workers > 0)
     yield from fetched
+
+
+def worker_options(num_workers: int) -> dict[str, Any]:
+    """How a DataLoader starts its workers: as copies of this process, without importing everything again.
+
+    That is torch's way on Linux too, but ranks that were started by a fork server would use one of their own. Without a
+    generator, torch would draw the workers' seed from that of the training.
+    """
+    context = "fork" if num_workers else None
+    return {"num_workers": num_workers, "multiprocessing_context": context, "generator": torch.Generator()}
 
 
 class _SeededIndices(NamedTuple):

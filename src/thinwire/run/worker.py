@@ -18,7 +18,7 @@ from thinwire.common.fetching import on_device
 from thinwire.common.messages import print_line
 from thinwire.config import RunConfig
 from thinwire.data import derive_seed
-from thinwire.errors import PeerLost, UsageError
+from thinwire.errors import PeerLost
 from thinwire.optim import LearningRateWatch
 from thinwire.run.batches import End, TrainingClock, epoch_batches
 from thinwire.run.checkpoint import Checkpoints
@@ -142,11 +142,6 @@ class Run:
             )  # fmt: skip
             if end == "no":
                 self._after_step(due_after(self.config, self.at, is_epoch_end=False))
-        if self.at.batch == 0:
-            raise UsageError(
-                f"the stream of training data gave less than a sample for each of {self.comm.size} ranks in epoch "
-                f"{self.at.epoch + 1}; it must begin anew whenever it is iterated"
-            )
         self._end_epoch(is_complete=end == "complete")
 
     def _after_step(self, due: Due) -> None:
