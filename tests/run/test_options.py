@@ -234,7 +234,7 @@ def test_ranks_share_a_stream(process_world: ProcessWorlds, tmp_path: Path, stra
 def test_a_stream_without_a_length_needs_steps(tmp_path: Path) -> None:
     with pytest.raises(tw.UsageError, match=r"--epochs 2, but the training data is a stream without a length.*--steps"):
         alone(task=READ, epochs=2, out=tmp_path / "run")
-    with pytest.raises(tw.UsageError, match="gave less than a sample for each of 1 ranks in epoch 1"):
+    with pytest.raises(tw.UsageError, match="gave less than a sample for each of 1 ranks; it must begin anew"):
         alone(task=f"{READ}(count=0)", out=tmp_path / "run")
     summary = alone(task=f"{READ}(kind=sized)", epochs=2, out=tmp_path / "run")
     assert (summary["epochs"], summary["steps"]) == (2, 42)

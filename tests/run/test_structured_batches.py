@@ -110,7 +110,7 @@ def test_a_metric_may_be_a_function_of_model_and_batch() -> None:
     def test(comm: Comm) -> float:
         return evaluate(copy.deepcopy(model), task, comm, torch.device("cpu"), batch_size=7)["correct"]
 
-    whole = correct(copy.deepcopy(model).eval(), pad(task.test)).double().mean()  # type: ignore[arg-type]
+    whole = correct(copy.deepcopy(model).eval(), pad(task.test)).double().mean().item()  # type: ignore[arg-type]
     assert tw.simulate(test, ranks=3) == pytest.approx([whole] * 3)
 
 

@@ -16,10 +16,17 @@ from thinwire.common.tensors import num_bytes
 GPU_SHARE = 0.1  # of a GPU's free memory that a dataset may take
 
 
-def on_device(dataset: Dataset[Any], device: torch.device | None) -> Dataset[Any]:
-    """A TensorDataset on a GPU, if it takes at most GPU_SHARE of the memory that is free there; else as it is."""
-    if device is None or device.type != "cuda" or type(dataset) is not TensorDataset:
+def on_device(
+    dataset: Dataset[Any], device: torch.device | None, collate_fn: Callable[[list[Any]], Any] = default_collate
+) -> Dataset[Any]:
+    """A TensorDataset on a GPU, if it takes at most GPU_SHARE of the memory that is free there; else as it is.
+
+    With a `collate_fn` other than torch's its samples are read one by one, so it stays where it is.
+    """
+    is_plain = type(dataset) is TensorDataset and collate_fn is default_collate
+    if device is None or device.type != "cuda" or not is_plain:
         return dataset
+    assert isinstance(dataset, TensorDataset)
     free, _ = torch.cuda.mem_get_info(device)
     if sum(map(num_bytes, dataset.tensors)) > GPU_SHARE * free:
         return dataset
@@ -51,15 +58,22 @@ def fetch(
         fetched = (dataset[indices] for indices in chosen)
     else:
         order: Any = [_SeededIndices(seed, part.tolist()) for seed, part in zip(seeds, batches, strict=True)]
-        generator = torch.Generator().manual_seed(0)  # else torch would draw the workers' seed from the training's
-        loader = DataLoader(
-            _Seeded(dataset), batch_sampler=order, num_workers=num_workers, generator=generator, collate_fn=collate_fn
-        )  # fmt: skip
-        fetched = iter(loader)
+        options = {**worker_options(num_workers), "collate_fn": collate_fn}
+        fetched = iter(DataLoader(_Seeded(dataset), batch_sampler=order, **options))
     if device is not None and device.type == "cuda" and not is_on_gpu:
         draws_nothing = in_batches and type(dataset) is TensorDataset
         fetched = copied_to_gpu(fetched, device, in_background=draws_nothing or num_workers > 0)
     yield from fetched
+
+
+def worker_options(num_workers: int) -> dict[str, Any]:
+    """How a DataLoader starts its workers: as copies of this process, without importing everything again.
+
+    That is torch's way on Linux too, but ranks that were started by a fork server would use one of their own. Without a
+    generator, torch would draw the workers' seed from that of the training.
+    """
+    context = "fork" if num_workers else None
+    return {"num_workers": num_workers, "multiprocessing_context": context, "generator": torch.Generator()}
 
 
 class _SeededIndices(NamedTuple):

@@ -76,7 +76,7 @@ class Loader:
         if batch_size < 1 or batch_size != int(batch_size):
             raise UsageError(f"batch_size={batch_size}; possible: whole numbers, 1 or more")
         self.device = None if device is None else torch.device(device)
-        self.dataset = on_device(dataset, self.device)
+        self.dataset = on_device(dataset, self.device, collate_fn)
         self.shard = self._first_shard = shard
         self.ranks = ranks or shard.count
         self.batch_size = batch_size

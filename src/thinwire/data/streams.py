@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from thinwire.common.fetching import worker_options
 from thinwire.common.prefetching import copied_to_gpu
 from thinwire.common.seeding import OwnRandomness
 from thinwire.data.shards import Batch, Loader, Shard, derive_seed
@@ -85,8 +86,7 @@ class StreamLoader(Loader):
         part = _StreamPart(self, epoch, start)
         read: Iterator[Any] = iter(part)
         if self.num_workers:
-            generator = torch.Generator().manual_seed(0)  # else torch would draw its seed from the training's
-            read = iter(DataLoader(part, batch_size=None, num_workers=1, generator=generator))
+            read = iter(DataLoader(part, batch_size=None, **worker_options(1)))
         if self.device is not None and self.device.type == "cuda":
             read = copied_to_gpu(read, self.device, in_background=self.num_workers > 0)
         yield from read if self.num_samples < 0 else islice(read, max(0, len(self) - start))

@@ -12,6 +12,7 @@ import torch
 
 from thinwire.comm.base import Comm
 from thinwire.data import Loader, StreamLoader
+from thinwire.errors import UsageError
 from thinwire.run.length import Length
 from thinwire.run.position import Position
 
@@ -54,6 +55,11 @@ def _agreed(batches: Iterator[Any], start: int, comm: Comm) -> Iterator[tuple[An
     some = agree(most)
     if start:
         comm.ledger.load_rows(before)  # of a run that goes on: it had agreed on these batches before it was stopped
+    elif not some:
+        raise UsageError(
+            f"the stream of training data gave less than a sample for each of {comm.size} ranks; it must begin anew "
+            "whenever it is iterated"
+        )
     while some:
         for batch in some[:-1]:
             yield batch, False

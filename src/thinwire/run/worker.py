@@ -18,7 +18,7 @@ from thinwire.common.fetching import on_device
 from thinwire.common.messages import print_line
 from thinwire.config import RunConfig
 from thinwire.data import Batch, derive_seed, to_device
-from thinwire.errors import PeerLost, UsageError
+from thinwire.errors import PeerLost
 from thinwire.optim import LearningRateWatch
 from thinwire.run.batches import End, TrainingClock, epoch_batches
 from thinwire.run.checkpoint import Checkpoints
@@ -83,7 +83,7 @@ class Run:
         self.loader = loader_of(
             self.config, self.task, comm.size, self.strategy.shard, None if self.strategy.checks_targets else device
         )  # fmt: skip
-        self.task = replace(self.task, test=on_device(self.task.test, device))
+        self.task = replace(self.task, test=on_device(self.task.test, device, self.task.collate_fn))
         self.generator = torch.Generator(device)  # of the augmentation; seeded anew for each batch
         seed_everything(derive_seed(config.seed, comm.rank))  # dropout differs between ranks
         self.folder = open_folder(config, comm)
@@ -140,11 +140,6 @@ class Run:
             )  # fmt: skip
             if end == "no":
                 self._after_step(due_after(self.config, self.at, is_epoch_end=False))
-        if self.at.batch == 0:
-            raise UsageError(
-                f"the stream of training data gave less than a sample for each of {self.comm.size} ranks in epoch "
-                f"{self.at.epoch + 1}; it must begin anew whenever it is iterated"
-            )
         self._end_epoch(is_complete=end == "complete")
 
     def _after_step(self, due: Due) -> None:

@@ -43,9 +43,15 @@ def check_tracker(name: str) -> None:
 
 
 def open_tracker(name: str, about: About) -> Tracker:
-    """The tracker of a name, for a run."""
-    opened: Tracker = importlib.import_module(f"thinwire.run.tracking.{name}").open_run(about)
-    return opened
+    """The tracker of a name, for a run. What its package writes into the environment is taken back."""
+    before = dict(os.environ)
+    try:
+        opened: Tracker = importlib.import_module(f"thinwire.run.tracking.{name}").open_run(about)
+        return opened
+    finally:
+        for variable in os.environ.keys() - before.keys():
+            del os.environ[variable]
+        os.environ.update(before)
 
 
 @contextmanager

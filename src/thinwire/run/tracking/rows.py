@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from thinwire.common.files import write_text
@@ -75,6 +76,10 @@ class TrackedRows:
             action()
         except Exception as error:
             self.has_failed = True
+            failed, self.tracker = self.tracker, None
+            if failed is not None:
+                with suppress(Exception):
+                    failed.close()
             print_line(
                 f"warning: --track {self.name} failed ({type(error).__name__}: {error}); the run goes on without it. "
                 f"All rows are in {self.folder.metrics}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,8 @@ class TensorBoard:
     def __init__(self, about: About) -> None:
         from tensorboardX import SummaryWriter
 
-        self.writer: Any = SummaryWriter(logdir=str(about.folder / "tensorboard"))
+        own = f".{uuid.uuid4().hex[:8]}"  # a second file of the same second would overwrite the first
+        self.writer: Any = SummaryWriter(logdir=str(about.folder / "tensorboard"), filename_suffix=own)
         if about.is_new:
             lines = ["| setting | value |", "|---|---|", *(f"| {k} | {v} |" for k, v in about.settings.items())]
             self.writer.add_text("settings", "\n".join(lines), 0)

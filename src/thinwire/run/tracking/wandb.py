@@ -16,6 +16,7 @@ class WeightsAndBiases:
         with unless_set(WANDB_MODE="offline", WANDB_ERROR_REPORTING="false", WANDB_SILENT="true"):
             import wandb
 
+            self.end_service = wandb.teardown
             own = wandb.Settings(console="off", x_disable_stats=True, x_disable_meta=True, disable_git=True)
             self.run: Any = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", PROJECT), id=about.id, name=about.folder.name,
@@ -28,6 +29,7 @@ class WeightsAndBiases:
     def close(self) -> None:
         with unless_set(WANDB_MODE="offline", WANDB_SILENT="true"):
             self.run.finish()
+            self.end_service()  # a process of its own
 
 
 open_run = WeightsAndBiases
