@@ -49,8 +49,8 @@ def run(lab: Lab, out: Path, ranks: tuple[str, str], **more: str) -> list[tuple[
         outputs = [one.communicate(timeout=180)[0] for one in started]
     finally:
         for one in started:
-            one.kill()
-            one.wait()
+            one.terminate()  # torchrun then ends its ranks
+            one.wait(60)
     return [(one.returncode, output) for one, output in zip(started, outputs, strict=True)]
 
 
