@@ -16,7 +16,7 @@ import pytest
 import thinwire as tw
 from thinwire.comm import process_groups
 from thinwire.comm.ledger import Ledger
-from thinwire.comm.store import loopback_store
+from thinwire.comm.store import local_store
 
 REPLY_SECONDS = 100
 World = Callable[..., list[Any]]  # run(function, ranks, *args) → each rank's result
@@ -65,7 +65,7 @@ class ProcessWorlds:
 
 class _ProcessWorld:
     def __init__(self, size: int) -> None:
-        self.store = loopback_store(size)
+        self.store = local_store(size)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["thinwire.run.worker", "torch._dynamo"])
         self.pipes = []
@@ -106,7 +106,7 @@ def ends_of(function: Callable[..., Any], nodes: list[int], *args: Any) -> list[
 
     The name of what it raised, "" for nothing; a rank that does not end within a time has "waits for ever".
     """
-    store = loopback_store(sum(nodes))
+    store = local_store(sum(nodes))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["thinwire.run.worker", "torch._dynamo"])
     places = [(size, local) for size in nodes for local in range(size)]

@@ -171,6 +171,7 @@ def doctor(
     device: Annotated[
         Literal["auto", "cpu", "cuda"], Parameter(help="Device to compute on; auto = GPUs if there are any.")
     ] = "auto",
+    iface: Annotated[str, Parameter(help="Network interface to connect through; auto = the one to rank 0.")] = "auto",
     out: Annotated[Path | None, Parameter(help="Folder for results, whose disk is examined.")] = None,
     task: Annotated[str | None, Parameter(help="Also say which strategy to take for this task.")] = None,
     model: Annotated[str | None, Parameter(help="The task's model, if not its own.")] = None,
@@ -192,7 +193,7 @@ def doctor(
     from thinwire.advice.doctor_table import diagnosis_table
     from thinwire.advice.recommendation import with_recommendation
 
-    settings = {"ranks": ranks, "nodes": nodes, "link": link, "device": device, "out": out}
+    settings = {"ranks": ranks, "nodes": nodes, "link": link, "device": device, "iface": iface, "out": out}
     found = doctor(make_config(settings, source="doctor"))
     if found is None:
         return
@@ -201,8 +202,7 @@ def doctor(
         print(json.dumps(found.to_json(), indent=2))
     else:
         Console(highlight=False).print(diagnosis_table(found))
-    if found.failed:
-        sys.exit(1)
+    sys.exit(1 if found.failed else 0)
 
 
 @app.command(sort_key=4)

@@ -143,10 +143,7 @@ class RunConfig(BaseModel):
 
     ranks: Annotated[
         PositiveInt | None,
-        option(
-            WHERE,
-            "Processes to start on this machine. Default: those that torchrun, srun or mpirun started, else 1.",
-        ),
+        option(WHERE, "Processes to start here. Default: those that torchrun, srun or mpirun started, else 1."),
     ] = None
     nodes: Annotated[
         PositiveInt | None,
@@ -166,6 +163,9 @@ class RunConfig(BaseModel):
     ] = False
     device: Annotated[
         Literal["auto", "cpu", "cuda"], option(WHERE, "Device to compute on; auto = GPUs if there are any.")
+    ] = "auto"
+    iface: Annotated[
+        str, option(WHERE, "Network interface to connect through, as eth0; auto = the one that leads to rank 0.")
     ] = "auto"
     out: Annotated[Path | None, option(WHERE, "Folder for the results. Default: a new one in runs/.")] = None
     track: Annotated[
@@ -280,7 +280,7 @@ class PlanConfig(BaseModel):
 # Settings that may change when a run is resumed. All others decide its numbers.
 MAY_CHANGE = {
     "epochs", "steps", "minutes", "test_every", "log_every", "num_workers", "strict", "data", "out", "track", "resume",
-    "checkpoint_every", "keep", "restarts", "device",
+    "checkpoint_every", "keep", "restarts", "device", "iface",
 }  # fmt: skip
 LENGTHS = ("epochs", "steps")  # of which a run has one
 

@@ -6,26 +6,30 @@ import ipaddress
 import os
 import socket
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
 from tests import programs
+from tests.comm.test_addresses import LAN, OWN
 from thinwire.comm import store
-from thinwire.comm.addresses import own_addresses
+from thinwire.comm.addresses import addresses_of
+from thinwire.comm.join import agree_on_backend
 from thinwire.comm.store import rendezvous
 from thinwire.comm.world import World
 from thinwire.errors import RunError, UsageError
 
 SCRIPT = """
+import sys
 import thinwire as tw
 from tests.comm.test_store import listening
-with tw.join() as comm:
+with tw.join(iface=sys.argv[1]) as comm:
     comm.barrier()
     print(*sorted(listening()))
     comm.barrier()
 """
-OWN = own_addresses()
 
 
 def listening() -> set[str]:
@@ -49,14 +53,21 @@ def free_port(address: str) -> str:
         return str(free.getsockname()[1])
 
 
-def ranks(folder: Path, master: str, port: str, size: int = 2, **more: str) -> list[tuple[int, str, str]]:
-    """Exit code, output and errors of each rank of a world that was started by hand."""
+def ranks(
+    folder: Path, port: str, master: str | None = None, iface: str = "auto", size: int = 2
+) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of each rank of a world: one started by hand, or as mpirun does without a master."""
     script = folder / "listening.py"
     script.write_text(SCRIPT)
-    world = {"MASTER_ADDR": master, "MASTER_PORT": port, "WORLD_SIZE": str(size), "PYTHONPATH": str(programs.ROOT)}
+    world = {"MASTER_PORT": port, "PYTHONPATH": str(programs.ROOT)}
+    if master is None:
+        world |= {"OMPI_COMM_WORLD_SIZE": str(size), "OMPI_COMM_WORLD_LOCAL_SIZE": str(size)}
+    else:
+        world |= {"MASTER_ADDR": master, "WORLD_SIZE": str(size)}
+    number = "RANK" if master else "OMPI_COMM_WORLD_RANK"
     started = [
         subprocess.Popen(
-            [*programs.PYTHON, str(script)], env={**os.environ, **world, "RANK": str(rank), **more}, text=True,
+            [*programs.PYTHON, str(script), iface], env={**os.environ, **world, number: str(rank)}, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
         for rank in range(size)
@@ -75,10 +86,46 @@ def ranks(folder: Path, master: str, port: str, size: int = 2, **more: str) -> l
 def test_the_store_listens_at_master_addr_alone_and_gloo_on_the_interface_that_leads_there(
     master: str, tmp_path: Path
 ) -> None:
-    found = ranks(tmp_path, master, free_port(master))
+    found = ranks(tmp_path, free_port(master), master)
     assert [code for code, _, _ in found] == [0, 0], found
     assert found[0][1].split() == sorted({master, "127.0.0.1"})
     assert found[1][1].split() == ["127.0.0.1"]
+
+
+@pytest.mark.usefixtures("program_server")
+@pytest.mark.parametrize("iface", sorted({OWN[address] for address in LAN} | {"lo"}))
+def test_with_an_interface_everything_listens_there(iface: str, tmp_path: Path) -> None:
+    """On one machine nobody need say where: the first address of the interface is the store's."""
+    (address, *_) = addresses_of(iface)
+    found = ranks(tmp_path, free_port(address), iface=iface)
+    assert [code for code, _, _ in found] == [0, 0], found
+    assert [out.split() for _, out, _ in found] == [[address], [address]]
+
+
+def test_a_master_that_is_not_on_the_interface_is_refused_by_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"127.0.0.1": "lo", "10.0.0.7": "eth0", "10.1.0.7": "eth1"}
+    for module in ("store", "addresses"):
+        monkeypatch.setattr(f"thinwire.comm.{module}.own_addresses", lambda: known)
+    monkeypatch.setattr(store, "interface_to", known.get)
+    with pytest.raises(UsageError, match=r"--iface eth1 has 10.1.0.7, but .* is 10.0.0.7; set MASTER_ADDR=10.1.0.7 on"):
+        rendezvous(world("10.0.0.7", port=29502), "eth1")
+    listened_at = []
+    monkeypatch.setattr(store, "_listen_at", lambda address, *_: listened_at.append(address))
+    monkeypatch.setattr(store, "resolve_host", lambda host: ("10.0.0.7", "10.1.0.7"))
+    store._open_store(world("node7", port=29503), "eth1")
+    monkeypatch.setattr(store, "resolve_host", lambda host: ("127.0.1.1",))
+    store._open_store(world("node8", port=29503), "eth0")
+    assert listened_at == ["10.1.0.7", "10.0.0.7"], "one of the name's addresses; what others take the name for"
+
+
+@pytest.mark.parametrize(
+    ("choices", "agreed"), [(["nccl", "nccl"], "nccl"), (["nccl", "gloo"], "gloo"), (["gloo", "gloo"], "gloo")]
+)
+def test_ranks_use_nccl_only_if_all_of_them_can(choices: list[str], agreed: str) -> None:
+    shared = HashStore()
+    with ThreadPoolExecutor(2) as threads:
+        found = threads.map(lambda rank: agree_on_backend(shared, world("h", rank), choices[rank]), range(2))
+    assert list(found) == [agreed] * 2
 
 
 def world(address: str, rank: int = 0, port: int = 29500) -> World:

@@ -59,6 +59,16 @@ def test_srun() -> None:
     assert world.address == "node07"
 
 
+@pytest.mark.parametrize(
+    ("tasks", "node", "local_size"),
+    [("2(x3)", "2", 2), ("3,1", "0", 3), ("3,1", "1", 1), ("4(x2),1,2(x2)", "2", 1), ("4(x2),1,2(x2)", "4", 2)],
+)
+def test_nodes_of_srun_may_have_unequal_numbers_of_ranks(tasks: str, node: str, local_size: int) -> None:
+    world = find_world({**SLURM, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": node})
+    assert world is not None
+    assert world.local_size == local_size
+
+
 def test_srun_jobs_that_share_a_host_use_different_ports() -> None:
     one, two = find_world(SLURM), find_world({**SLURM, "SLURM_JOB_ID": "1235"})
     assert one is not None

@@ -13,6 +13,7 @@ from thinwire.advice.findings import Finding, worst
 from thinwire.advice.machine import machine_findings
 from thinwire.advice.measurements import Measurements, measure_world
 from thinwire.advice.wire import reach_finding, wire_findings
+from thinwire.comm.addresses import gloo_interface
 from thinwire.comm.join import WORLD_OF_ONE, join
 from thinwire.comm.link_probe import first_ranks
 from thinwire.comm.reach import Store, find_unreached, gather_through, leave_store
@@ -52,9 +53,14 @@ def diagnose(config: RunConfig, link: LinkReport = LinkReport(), progress_file: 
     """Examine the world as one of its ranks. Collective; every rank gets the same."""
     world = find_world() or WORLD_OF_ONE
     device = use_device(config, world)
+    with gloo_interface(world.address, config.iface):
+        return _diagnose_rank(config, world, device, link)
+
+
+def _diagnose_rank(config: RunConfig, world: World, device: torch.device, link: LinkReport) -> Diagnosis:
     own = look(config, world, device, link)
     try:
-        store = rendezvous(world)
+        store = rendezvous(world, config.iface)
     except (UsageError, RuntimeError) as error:
         return Diagnosis(world.launcher, [own], [*machine_findings([own], world), not_met(world, str(error))])
     facts = [Facts(**one) for one in gather_through(store, "facts", world.rank, world.size, asdict(own))]
@@ -63,7 +69,8 @@ def diagnose(config: RunConfig, link: LinkReport = LinkReport(), progress_file: 
         leave_store(store, world.rank, world.size)
         return Diagnosis(world.launcher, facts, [*findings, not_measured()])
     try:
-        measured = _join_and_measure(own.backend, device)
+        backend = "nccl" if {one.backend for one in facts} == {"nccl"} else "gloo"
+        measured = _join_and_measure(backend, device, config.iface)
     except RuntimeError as error:
         return Diagnosis(world.launcher, facts, [*findings, not_joined(world, error)])
     return Diagnosis(world.launcher, facts, [*findings, *wire_findings(measured, link, config.link)], measured)
@@ -121,6 +128,6 @@ def not_measured() -> Finding:
     )  # fmt: skip
 
 
-def _join_and_measure(backend: str, device: torch.device) -> Measurements:
-    with join(backend, ANSWER_SECONDS, device) as comm:
+def _join_and_measure(backend: str, device: torch.device, iface: str) -> Measurements:
+    with join(backend, ANSWER_SECONDS, device, iface) as comm:
         return measure_world(comm, device)

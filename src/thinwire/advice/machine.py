@@ -92,7 +92,7 @@ def addresses(facts: Sequence[Facts], world: World) -> list[Finding]:
                 "failure", "addresses", used,
                 f"{spell_ranks(lost)}: there is no interface {', '.join(names)} with an address "
                 f"that leads to rank 0 at {world.address}.",
-                f"Unset GLOO_SOCKET_IFNAME, or set it to one of {', '.join(there)}; check MASTER_ADDR.",
+                f"Unset GLOO_SOCKET_IFNAME, or give --iface one of {', '.join(there)}; check MASTER_ADDR.",
             )
         ]  # fmt: skip
     found = [Finding("ok", "addresses", used)]

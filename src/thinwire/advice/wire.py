@@ -32,8 +32,8 @@ def reach_finding(unreached: Sequence[Unreached], num_nodes: int) -> Finding:
         "failure", "connections", f"{some}{more}",
         "Ranks reach the store, but not each other. Ranks that join would wait for minutes and then fail.",
         "Allow all TCP ports between these addresses in the firewall (ranks listen at free ports), or give addresses "
-        "of a network without one, by MASTER_ADDR or GLOO_SOCKET_IFNAME." if num_nodes > 1 else
-        "Ranks of one machine use its own address: check its firewall, and GLOO_SOCKET_IFNAME.",
+        "of a network without one, by MASTER_ADDR and --iface." if num_nodes > 1 else
+        "Ranks of one machine use its own address: check its firewall, and --iface.",
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import fcntl
 import ipaddress
 import os
@@ -11,7 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+from thinwire.errors import UsageError
+
+AUTO = "auto"  # instead of the name of an interface: the one that leads to rank 0
+SIOCGIFCONF = 0x8912  # Linux: the IPv4 addresses of all interfaces
+RECORD_BYTES, MOST_RECORDS = 40, 1024  # of what it answers
 
 
 def resolve_host(host: str) -> tuple[str, ...]:
@@ -29,13 +34,15 @@ def resolve_host(host: str) -> tuple[str, ...]:
 
 
 def own_addresses() -> dict[str, str]:
-    """This machine's addresses → their interfaces: the first IPv4 address of each interface, and all IPv6 ones."""
+    """This machine's addresses → their interfaces, IPv4 first."""
     found: dict[str, str] = {}
+    answer = array.array("B", bytes(RECORD_BYTES * MOST_RECORDS))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has no IPv4 address
-                answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()))
-                found[socket.inet_ntoa(answer[20:24])] = name
+        request = struct.pack("iL", len(answer), answer.buffer_info()[0])
+        (size,) = struct.unpack_from("i", fcntl.ioctl(any_socket, SIOCGIFCONF, request))
+    for at in range(0, size, RECORD_BYTES):
+        label = answer[at : at + 16].tobytes().partition(b"\0")[0].decode()  # as eth0, or eth0:1 for a second address
+        found[socket.inet_ntoa(answer[at + 20 : at + 24])] = label.partition(":")[0]
     with suppress(OSError):  # a Linux kernel without IPv6
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, *_, name = line.split()
@@ -53,6 +60,23 @@ def interface_to(host: str) -> str | None:
     return None
 
 
+def addresses_of(iface: str) -> list[str]:
+    """The addresses of an interface which other machines can be told; UsageError if there are none.
+
+    >>> addresses_of("lo")[0]
+    '127.0.0.1'
+    """
+    found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
+    for address, name in own_addresses().items():
+        if not ipaddress.ip_address(address).is_link_local:  # that would need the interface's name beside it
+            found.setdefault(name, []).append(address)
+    if found.get(iface):
+        return found[iface]
+    there = "; ".join(f"{name} ({', '.join(addresses)})" for name, addresses in found.items() if addresses)
+    what = "has no address" if iface in found else "is no interface"
+    raise UsageError(f"--iface {iface}: it {what} on this machine ({socket.gethostname()}); possible: {there}")
+
+
 def gloo_address(master: str) -> tuple[str | None, str | None]:
     """The interface that gloo uses when rank 0's machine is `master`, and its address; None for what is not there."""
     given = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
@@ -61,18 +85,27 @@ def gloo_address(master: str) -> tuple[str | None, str | None]:
 
 
 @contextmanager
-def gloo_interface(master: str) -> Iterator[None]:
-    """Inside, gloo uses only the interface that leads to rank 0's machine, `master`.
+def gloo_interface(master: str, iface: str = AUTO) -> Iterator[None]:
+    """Inside, gloo uses only one interface: `iface`, or the one that leads to rank 0's machine, `master`.
 
     By default gloo looks up this machine's own name, which on many systems gives an address that no other machine can
-    reach. A GLOO_SOCKET_IFNAME that the user has set is kept.
+    reach. A GLOO_SOCKET_IFNAME that the user has set is kept, unless an interface is named here. nccl chooses for
+    itself, unless one is.
     """
-    name = None if "GLOO_SOCKET_IFNAME" in os.environ else interface_to(master)
-    if name is None:
-        yield
-        return
-    os.environ["GLOO_SOCKET_IFNAME"] = name
+    if iface != AUTO:
+        addresses_of(iface)
+        asked = {"GLOO_SOCKET_IFNAME": iface, "NCCL_SOCKET_IFNAME": f"={iface}"}  # "=": not a part of a name
+    elif "GLOO_SOCKET_IFNAME" in os.environ or (found := interface_to(master)) is None:
+        asked = {}
+    else:
+        asked = {"GLOO_SOCKET_IFNAME": found}
+    before = {name: os.environ.get(name) for name in asked}
+    os.environ.update(asked)
     try:
         yield
     finally:
-        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

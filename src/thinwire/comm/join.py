@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from thinwire.comm.addresses import gloo_interface
+from thinwire.comm.addresses import AUTO, gloo_interface
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.process import ProcessComm
 from thinwire.comm.process_groups import timeout_of
@@ -27,12 +27,16 @@ WORLD_OF_ONE = World(rank=0, size=1, local_rank=0, local_size=1, address="127.0.
 
 @contextmanager
 def join(
-    backend: str | None = None, timeout_seconds: float = 1800, device: torch.device | str | None = None
+    backend: str | None = None,
+    timeout_seconds: float = 1800,
+    device: torch.device | str | None = None,
+    iface: str = AUTO,
 ) -> Iterator[ProcessComm]:
     """Join the world that torchrun, srun, mpirun or `thinwire train` made. Without one, be a world of one rank.
 
-    A rank that does not answer for `timeout_seconds` is lost. A default process group that exists already is used as it
-    is, with its own timeout, and not destroyed.
+    A rank that does not answer for `timeout_seconds` is lost. Ranks connect through the interface `iface` of their
+    machine, as eth0; by default through the one that leads to rank 0. A default process group that exists already is
+    used as it is, with its own timeout, and not destroyed.
 
     >>> import thinwire, torch
     >>> with thinwire.join() as comm:
@@ -48,8 +52,10 @@ def join(
         with closing(_world_comm(chosen)) as comm:
             yield comm
         return
-    with gloo_interface(world.address):
-        _init_process_group(world, backend or pick_backend(world, chosen), timeout_seconds)
+    with gloo_interface(world.address, iface):
+        store = rendezvous(world, iface)
+        backend = backend or agree_on_backend(store, world, pick_backend(world, chosen))
+        _init_process_group(world, store, backend, timeout_seconds)
         try:
             with closing(_world_comm(chosen)) as comm:
                 yield comm
@@ -136,9 +142,15 @@ def pick_backend(world: World, device: torch.device) -> str:
     return "nccl" if own_gpu and dist.is_nccl_available() and world.size > 1 else "gloo"
 
 
-def _init_process_group(world: World, backend: str, timeout_seconds: float) -> None:
+def agree_on_backend(store: dist.Store, world: World, own: str) -> str:
+    """nccl if every rank can use it, else gloo: machines may have different numbers of GPUs. Collective."""
+    store.set(f"backend/{world.rank}", own)
+    found = store.multi_get([f"backend/{rank}" for rank in range(world.size)])
+    return "nccl" if set(found) == {b"nccl"} else "gloo"
+
+
+def _init_process_group(world: World, store: dist.Store, backend: str, timeout_seconds: float) -> None:
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    store = rendezvous(world)
     try:
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
     except dist.DistError as error:

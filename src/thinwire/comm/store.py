@@ -11,10 +11,11 @@ import os
 import socket
 import threading
 import time
+from dataclasses import replace
 
 import torch.distributed as dist
 
-from thinwire.comm.addresses import own_addresses, resolve_host
+from thinwire.comm.addresses import AUTO, addresses_of, interface_to, own_addresses, resolve_host
 from thinwire.comm.world import World
 from thinwire.common.messages import print_line
 from thinwire.errors import RunError, UsageError
@@ -26,10 +27,15 @@ JOIN_VARIABLE = "THINWIRE_JOIN"  # set for processes that join in place of other
 _joins = itertools.count()
 
 
-def rendezvous(world: World) -> dist.Store:
-    """Wait until all ranks are here; returns the store that they share. Each join of a process has keys of its own."""
+def rendezvous(world: World, iface: str = AUTO) -> dist.Store:
+    """Wait until all ranks are here; returns the store that they share. Each join of a process has keys of its own.
+
+    If rank 0 opens the store, it listens at MASTER_ADDR, which must be an address of the interface `iface`.
+    """
     if world.size == 1:
         return dist.HashStore()
+    if iface != AUTO and world.local_size == world.size and "MASTER_ADDR" not in os.environ:
+        world = replace(world, address=addresses_of(iface)[0])  # all ranks are on this machine
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     within = os.environ.get(JOIN_VARIABLE, "world")
     where = f"{world.address}:{world.port}"
@@ -38,7 +44,7 @@ def rendezvous(world: World) -> dist.Store:
     notice.daemon = True
     notice.start()
     try:
-        store = dist.PrefixStore(f"thinwire/{attempt}/{within}/{next(_joins)}", _open_store(world))
+        store = dist.PrefixStore(f"thinwire/{attempt}/{within}/{next(_joins)}", _open_store(world, iface))
         store.set(f"here/{world.rank}", "")
         store.wait([f"here/{rank}" for rank in range(world.size)], datetime.timedelta(seconds=JOIN_SECONDS))
         return store
@@ -54,13 +60,13 @@ def rendezvous(world: World) -> dist.Store:
 
 
 @functools.cache
-def _open_store(world: World) -> dist.Store:
+def _open_store(world: World, iface: str) -> dist.Store:
     """The launcher's store if it has one, else one that rank 0 opens; kept for the life of the process."""
     is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     timeout = datetime.timedelta(seconds=JOIN_SECONDS)
     if world.rank or is_hosted:
         return dist.TCPStore(world.address, world.port, world.size, False, timeout, wait_for_workers=False)
-    addresses = _resolve_master(world)
+    addresses = _on_interface(world, iface) if iface != AUTO else _resolve_master(world)
     if world.address not in (*addresses, "localhost") and _is_unreachable_for_others(world, addresses):
         raise UsageError(
             f"{_spelled(world.address, addresses)} is this machine alone, and other ranks are on other machines; "
@@ -78,9 +84,27 @@ def _open_store(world: World) -> dist.Store:
     )
 
 
-def loopback_store(num_ranks: int) -> dist.TCPStore:
+def _on_interface(world: World, iface: str) -> tuple[str, ...]:
+    """Those addresses of MASTER_ADDR that rank 0's machine has on an interface; UsageError if there are none.
+
+    If this machine takes its own name for a loopback address (as 127.0.1.1 on Debian), the interface's own address is
+    what the name stands for on other machines.
+    """
+    addresses = _resolve_master(world)
+    own = addresses_of(iface)
+    if found := tuple(address for address in addresses if interface_to(address) == iface):
+        return found
+    if world.address not in addresses and _is_unreachable_for_others(world, addresses):
+        return (own[0],)
+    raise UsageError(
+        f"--iface {iface} has {', '.join(own)}, but rank 0 listens at MASTER_ADDR, which is "
+        f"{_spelled(world.address, addresses)}; set MASTER_ADDR={own[0]} on every rank, or name another interface"
+    )
+
+
+def local_store(num_ranks: int, address: str = "127.0.0.1") -> dist.TCPStore:
     """A store for ranks of this machine, at a free port."""
-    return _listen_at("127.0.0.1", 0, num_ranks, datetime.timedelta(seconds=JOIN_SECONDS))
+    return _listen_at(address, 0, num_ranks, datetime.timedelta(seconds=JOIN_SECONDS))
 
 
 def _listen_at(address: str, port: int, num_ranks: int, timeout: datetime.timedelta) -> dist.TCPStore:

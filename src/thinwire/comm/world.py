@@ -131,9 +131,12 @@ def first_host(nodelist: str) -> str:
 
 
 def _slurm_local_size(env: Mapping[str, str], num_ranks: int) -> int:
-    """Ranks per node. Slurm writes "2(x3),1"; without it, assume one host."""
-    tasks = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    return int(tasks.group()) if tasks else num_ranks
+    """Ranks of this node. Slurm writes "2(x3),1" for 2, 2, 2 and 1; without it, assume one host."""
+    sizes: list[int] = []
+    for size, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        sizes += [int(size)] * int(times or 1)
+    node = int(env.get("SLURM_NODEID", "0"))
+    return sizes[node] if node < len(sizes) else num_ranks
 
 
 def _port(env: Mapping[str, str]) -> int:

@@ -16,6 +16,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+from thinwire.comm.addresses import AUTO, addresses_of
 from thinwire.comm.world import place
 from thinwire.common.files import scratch_folder
 from thinwire.config import RunConfig
@@ -87,8 +88,11 @@ def _run_agent(config: RunConfig, payload: dict[str, Any], scratch: str) -> Any:
 
     _silence_torch()
     num_ranks = config.ranks or 1
-    address = payload["hosts"][0]["address"] if payload["hosts"] else None
-    rendezvous = LocalRendezvous(num_ranks, config.restarts, Path(scratch), address)
+    if payload["hosts"]:
+        address = payload["hosts"][0]["address"]
+    else:
+        address = "127.0.0.1" if config.iface == AUTO else addresses_of(config.iface)[0]
+    rendezvous = LocalRendezvous(num_ranks, config.restarts, Path(scratch), address, on_hosts=bool(payload["hosts"]))
     spec = WorkerSpec(
         role="rank", local_world_size=num_ranks, rdzv_handler=rendezvous, entrypoint=rank_main,
         args=({**payload, "failures": scratch},), max_restarts=config.restarts,

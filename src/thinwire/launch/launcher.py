@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from thinwire.comm.addresses import AUTO, addresses_of
 from thinwire.comm.world import World, find_world
 from thinwire.config import RunConfig
 from thinwire.errors import Stopped, UsageError
@@ -44,6 +45,7 @@ def world_to_join(config: RunConfig) -> World | None:
 
 def check_as_rank(config: RunConfig, world: World) -> None:
     """Raise UsageError on rank 0 for settings that this world cannot have; the other ranks exit without a message."""
+    _check_interface(config, world)
     try:
         check_names(config)
         if config.ranks not in (None, world.size):
@@ -57,6 +59,17 @@ def check_as_rank(config: RunConfig, world: World) -> None:
             )
     except UsageError:
         if world.rank > 0:
+            sys.exit(2)
+        raise
+
+
+def _check_interface(config: RunConfig, world: World) -> None:
+    """Raise UsageError on the first rank of a machine that has no such interface. Other machines may have it."""
+    try:
+        if config.iface != AUTO:
+            addresses_of(config.iface)
+    except UsageError:
+        if world.local_rank > 0:
             sys.exit(2)
         raise
 

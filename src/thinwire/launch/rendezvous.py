@@ -7,7 +7,7 @@ from pathlib import Path
 from torch.distributed import HashStore, Store
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from thinwire.comm.store import loopback_store
+from thinwire.comm.store import local_store
 from thinwire.comm.world import DEFAULT_PORT
 from thinwire.common.messages import print_line
 from thinwire.errors import RunError, UsageError
@@ -17,13 +17,16 @@ from thinwire.launch.failures import pop_failures
 class LocalRendezvous(RendezvousHandler):
     """A rendezvous for one agent. torch's own open their store on every interface and break gloo on a restart.
 
-    The launcher opens the store on 127.0.0.1. With netlab, rank 0 opens it at `address`, because the launcher is on
-    none of the hosts.
+    The launcher opens the store, at `address`. With netlab, rank 0 opens it, because the launcher is on none of the
+    hosts: then the address is that of rank 0's host.
     """
 
-    def __init__(self, num_ranks: int, restarts: int, failures: Path, address: str | None = None) -> None:
+    def __init__(
+        self, num_ranks: int, restarts: int, failures: Path, address: str = "127.0.0.1", on_hosts: bool = False
+    ) -> None:
         self.num_ranks = num_ranks
         self.address = address
+        self.on_hosts = on_hosts
         self.restarts = restarts
         self.failures = failures  # the folder in which ranks write their failures
         self.num_starts = 0
@@ -33,13 +36,13 @@ class LocalRendezvous(RendezvousHandler):
         if self.num_starts:
             print_line(f"{self._describe_failure()}; restart {self.num_starts} of {self.restarts}")
         self.num_starts += 1
-        if self.address is not None:
+        if self.on_hosts:
             where = RendezvousStoreInfo(
                 self.address, DEFAULT_PORT + self.num_starts
             )  # no other program uses the host's ports
             return RendezvousInfo(HashStore(), 0, 1, where)
-        self.store = store = loopback_store(self.num_ranks)
-        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", store.port))
+        self.store = store = local_store(self.num_ranks, self.address)
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(self.address, store.port))
 
     def _describe_failure(self) -> str:
         """Why the last start failed. An error that would happen again is raised."""
@@ -52,7 +55,7 @@ class LocalRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        return self.address is None
+        return not self.on_hosts
 
     def get_backend(self) -> str:
         return "loopback"

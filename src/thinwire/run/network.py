@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from thinwire import netlab
+from thinwire.comm.addresses import AUTO, addresses_of
 from thinwire.comm.world import find_world, place
 from thinwire.common.formats import format_rate
 from thinwire.common.messages import print_line
@@ -59,14 +60,20 @@ def check_ranks(ranks: int) -> None:
 
 
 def check_network(config: RunConfig) -> None:
-    """Raise UsageError for numbers of ranks or hosts, or a link, that are not possible."""
+    """Raise UsageError for numbers of ranks or hosts, an interface or a link that are not possible."""
     check_ranks(config.ranks or 1)
+    if config.iface != AUTO:
+        addresses_of(config.iface)
     if config.link is not None:
         netlab.parse_link(config.link)
     if config.nodes is None and config.link is None:
         return
     option = "--link" if config.link is not None else "--nodes"
     ranks = config.ranks or 1
+    if config.iface != AUTO:
+        raise UsageError(
+            f"--iface {config.iface}, but the hosts of {option} have a network of their own; leave out one"
+        )
     if ranks == 1:
         raise UsageError(f"{option} is about several ranks, and there is one; try --ranks 4")
     if config.nodes == 1 and config.link is not None:

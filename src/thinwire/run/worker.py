@@ -46,7 +46,7 @@ def run_rank(config: RunConfig, link: LinkReport = LinkReport(), progress_file: 
     """
     device = use_device(config, find_world())
     backend = "gloo" if link.on_hosts else None  # nccl would not use the hosts' network
-    with join(backend, answer_seconds(config), device) as comm:
+    with join(backend, answer_seconds(config), device, config.iface) as comm:
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and config.out is not None:
             has_begun = on_rank_0(comm, RunFolder(config.out).config.exists)
             config = config.model_copy(update={"resume": has_begun})
