@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.training import seeded
+
 transformers = pytest.importorskip("transformers", reason="needs the extra thinwire[huggingface]")
 transformers.logging.set_verbosity_error()
 
@@ -21,8 +23,7 @@ def gpt2(dropout: float = 0.0, **options: Any) -> Any:
         n_positions=16, n_embd=32, n_layer=4, n_head=4, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
         **TOKENS, **options,
     )  # fmt: skip
-    torch.manual_seed(0)
-    return transformers.GPT2LMHeadModel(config)
+    return seeded(0, lambda: transformers.GPT2LMHeadModel(config))
 
 
 def llama(dropout: float = 0.0, **options: Any) -> Any:
@@ -32,8 +33,7 @@ def llama(dropout: float = 0.0, **options: Any) -> Any:
         "num_key_value_heads": 2, "max_position_embeddings": 16,
     }  # fmt: skip
     config = transformers.LlamaConfig(attention_dropout=dropout, **TOKENS, **sizes | options)
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config)
+    return seeded(0, lambda: transformers.LlamaForCausalLM(config))
 
 
 MODELS = {"gpt2": gpt2, "llama": llama}

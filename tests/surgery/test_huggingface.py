@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tests.surgery.hf_models import MODELS, Logits, gpt2, llama, tokens, transformers, with_larger_weights
 from tests.surgery.test_narrow import masked, parts_of
+from tests.training import seeded
 from thinwire.surgery.axes.find import axes_of
 from thinwire.surgery.axes.residual import residual_blocks_of
 from thinwire.surgery.huggingface import is_transposed_linear
@@ -158,8 +159,7 @@ def relative(name: str, **options: object) -> nn.Module:
     sizes = llama().config.to_dict()
     kept = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     config = getattr(transformers, f"{name}Config")(vocab_size=64, **{key: sizes[key] for key in kept}, **options)
-    torch.manual_seed(0)
-    return getattr(transformers, f"{name}ForCausalLM")(config)
+    return seeded(0, lambda: getattr(transformers, f"{name}ForCausalLM")(config))
 
 
 def net_of(name: str) -> nn.Module:
