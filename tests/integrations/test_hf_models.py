@@ -63,21 +63,27 @@ def words_are_tied(model: nn.Module) -> bool:
     return whole.lm_head.weight is whole.get_input_embeddings().weight
 
 
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 1e-2)
+
+
+def prepared(comm: Comm, name: str, spec: str, wrapped: bool, options: dict[str, Any]) -> tw.Strategy:
+    model = copy.deepcopy(model_of(name, wrapped, **options))
+    return tw.prepare(spec, model=model, optimizer=adamw, loss=loss_of, comm=comm, epochs=EPOCHS)
+
+
+def train_epoch(trainer: tw.Strategy) -> None:
+    trainer.begin_epoch(STEPS)
+    own = slice(trainer.shard.index, None, trainer.shard.count)
+    for inputs, targets in data():
+        trainer.step((inputs[own], targets[own]))
+    trainer.end_epoch()
+
+
 def train(comm: Comm, name: str, spec: str, wrapped: bool, options: dict[str, Any]) -> Trained:
-    trainer = tw.prepare(
-        spec,
-        model=copy.deepcopy(model_of(name, wrapped, **options)),
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, 1e-2),
-        loss=loss_of,
-        comm=comm,
-        epochs=EPOCHS,
-    )
+    trainer = prepared(comm, name, spec, wrapped, options)
     for _ in range(EPOCHS):
-        trainer.begin_epoch(STEPS)
-        for inputs, targets in data():
-            own = slice(trainer.shard.index, None, trainer.shard.count)
-            trainer.step((inputs[own], targets[own]))
-        trainer.end_epoch()
+        train_epoch(trainer)
     whole = trainer.consolidate()
     modules = [(path, type(module).__qualname__) for path, module in whole.named_modules()]
     return Trained(weights(whole), modules, test_loss(whole), words_are_tied(whole), trainer.status())
@@ -95,7 +101,38 @@ def test_every_strategy_trains_the_model_and_gives_it_back(case: Case, name: str
 @pytest.mark.parametrize("name", TITLES)
 def test_a_pipeline_trains_the_model_and_gives_it_back(name: str, process_world: ProcessWorlds) -> None:
     args = name, PIPELINE.spec, PIPELINE.cuts, PIPELINE.options(name)
-    check(PIPELINE, name, process_world.run(train, RANKS, *args))
+    trained = process_world.run(train, RANKS, *args)
+    check(PIPELINE, name, trained)
+    model = copy.deepcopy(model_of(name, PIPELINE.cuts, **PIPELINE.options(name)))
+    optimizer = adamw(model.parameters())
+    for inputs, targets in data() * EPOCHS:
+        optimizer.zero_grad()
+        loss_of(model(inputs), targets).backward()
+        optimizer.step()
+    assert trained[0].loss == pytest.approx(test_loss(model), rel=1e-3), "what one rank would learn by backpropagation"
+
+
+def train_with_a_stop(comm: Comm, name: str, case: Case, stops: bool) -> Weights:
+    """The weights after two epochs; a run that stops goes on with another trainer after the first."""
+    args = comm, name, case.spec, case.cuts, case.options(name)
+    trainer = prepared(*args)
+    train_epoch(trainer)
+    if stops:
+        state = copy.deepcopy(trainer.state_dict())
+        trainer = prepared(*args)
+        trainer.load_state_dict(state)
+    train_epoch(trainer)
+    return weights(trainer.consolidate())
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.strategy in ("ab", "ist", "local_parallel")], ids=lambda c: c[0]
+)
+def test_a_resumed_run_ends_with_the_same_weights(case: Case) -> None:
+    """With GPT-2: its Conv1D layers are factored or narrow, its words are tied, its blocks are on two ranks."""
+    model_of("gpt2", case.cuts, **case.options("gpt2"))
+    straight, stopped = (on_threads(train_with_a_stop, RANKS, "gpt2", case, stops)[0] for stops in (False, True))
+    assert same(straight, stopped)
 
 
 def check(case: Case, name: str, trained: list[Trained]) -> None:

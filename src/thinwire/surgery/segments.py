@@ -53,7 +53,7 @@ def _segments_of_code(model: nn.Module, cut_at: Sequence[str]) -> list[Segment]:
         traced, reason = [], error
     if len(traced) > 1 or (cut_at and traced):
         return [Segment(name, module) for name, module in traced]
-    chain = find_chain(model, cut_at)
+    chain = None if hasattr(model, "_orig_mod") else find_chain(model, cut_at)  # compiled code calls no blocks
     if chain is not None:
         return [Segment(name, NotFollowed(chain)) for name in chain.names]
     if reason is not None:
