@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from thinwire.common.messages import say
 from thinwire.common.packing import assign_to_least_loaded
 from thinwire.errors import RunError, UsageError
 from thinwire.surgery.attention import unpack_attention
+from thinwire.surgery.huggingface import is_transposed_linear
 from thinwire.surgery.lowrank import (
     Decomposition,
     Factored,
@@ -122,7 +124,9 @@ class Factoring:
         return assign_to_least_loaded(costs, self.comm.size)
 
     def _weights(self, model: nn.Module) -> dict[str, Tensor]:
-        return {name: model.get_submodule(name).get_parameter("weight") for name in self.layers}
+        """The weights of the layers that can be factored, as (outputs, everything else)."""
+        layers: dict[str, Any] = {name: model.get_submodule(name) for name in self.layers}
+        return {name: x.weight.T if is_transposed_linear(x) else x.weight for name, x in layers.items()}
 
     def _agree_on_layer_ranks(self, weights: dict[str, Tensor], splits: dict[str, Decomposition]) -> dict[str, int]:
         mine = [self.rule.layer_rank(splits[name].sigma) if name in splits else 0 for name in self.layers]

@@ -25,6 +25,7 @@ from thinwire.strategies.recipe import Recipe
 from thinwire.strategies.stages.cutting import Cut
 from thinwire.strategies.stages.staged import Staged
 from thinwire.surgery.costs import activations
+from thinwire.surgery.segments import follow
 
 
 class Pipeline(Staged):
@@ -57,8 +58,10 @@ class Pipeline(Staged):
         self.schedule, self.microbatches = schedule, microbatches
 
     def begin(self, inputs: Tensor, starts: Sequence[int] | None = None) -> None:
+        example = inputs[:1].to(self.device)
+        self.segments = follow(self.model, self.segments, example)
         with self._autocast():
-            passed = activations([segment.module for segment in self.segments], inputs[:1].to(self.device))
+            passed = activations([segment.module for segment in self.segments], example)
         super().begin(inputs, starts)
         bounds = [*self.starts, len(self.segments)]
         start, end = bounds[self.layout.stage_index : self.layout.stage_index + 2]

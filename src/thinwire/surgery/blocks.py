@@ -80,5 +80,6 @@ def check_ties(blocks: Sequence[nn.Module], model: nn.Module) -> None:
                 tied = " and ".join(dict.fromkeys(names[id(tensor)]))
                 raise UsageError(
                     f"{tied} are one tensor, of which blocks {first} and {number} would train different copies; "
-                    "untie it, or cut so that one block holds all of its uses"
+                    "untie it (in Hugging Face's models with tie_word_embeddings=False), or cut so that one block "
+                    "holds all of its uses"
                 )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
-Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d  # that can be factored
+from thinwire.surgery.huggingface import TransposedLinear, is_transposed_linear, resize_transposed
+
+TorchLayer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+Layer = TorchLayer | TransposedLinear  # that can be factored
 
 SIZE_ATTRIBUTES = (
     "in_features", "out_features", "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation",
@@ -21,15 +24,19 @@ FIRST_OR_LAST = (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding, nn.EmbeddingB
 class Factored(nn.Sequential):
     """A linear layer or convolution with the weight W = up·down: thin `down` to the layer rank r, then `up` from it.
 
-    `A` is the factor along the longer side of W, and `B` the other.
+    `A` is the factor along the longer side of W, and `B` the other. `up` is a layer of the factored one's type. Of a
+    transposed linear layer, W and `up` are transposed, and `down` is an nn.Linear, because it has no bias.
     """
 
-    down: Layer
+    down: TorchLayer
     up: Layer
 
-    def __init__(self, down: Layer, up: Layer) -> None:
+    def __init__(self, down: TorchLayer, up: Layer) -> None:
         super().__init__(OrderedDict(down=down, up=up))
         self.was_read = False  # whether the model has read `weight` instead of calling the layer
+        if is_transposed_linear(up):
+            self.nx, self.nf = down.weight.shape[1], up.nf
+            return
         for name in SIZE_ATTRIBUTES:
             if hasattr(down, name):
                 setattr(self, name, getattr(up if name.startswith("out_") else down, name))
@@ -48,7 +55,7 @@ class Factored(nn.Sequential):
 
     @property
     def _is_tall(self) -> bool:
-        return len(self.up.weight) >= self.down.weight[0].numel()
+        return len(weight_matrix(self.up)) >= self.down.weight[0].numel()
 
     @property
     def weight(self) -> Tensor:
@@ -58,12 +65,19 @@ class Factored(nn.Sequential):
 
     def product(self) -> Tensor:
         """W = up·down."""
-        up, down = self.up.weight, self.down.weight
-        return (up.flatten(1) @ down.flatten(1)).view(len(up), *down.shape[1:])
+        up, down = weight_matrix(self.up), self.down.weight
+        full = (up @ down.flatten(1)).view(len(up), *down.shape[1:])
+        return full.T if is_transposed_linear(self.up) else full
 
     @property
     def bias(self) -> Tensor | None:
         return self.up.bias
+
+
+def weight_matrix(layer: Layer, like_weight: Tensor | None = None) -> Tensor:
+    """The weight of a layer, or a tensor of its shape, as the matrix (outputs × everything else)."""
+    weight = layer.weight if like_weight is None else like_weight
+    return weight.T if is_transposed_linear(layer) else weight.flatten(1)
 
 
 class Decomposition(NamedTuple):
@@ -118,12 +132,13 @@ def factorable_layers(model: nn.Module) -> list[str]:
     ['1', '2']
     """
     num_uses = count_parameter_uses(model)
-    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, FIRST_OR_LAST)]
+    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, FIRST_OR_LAST) or is_transposed_linear(m)]
     return [name for name, layer in layers[1:-1] if _can_be_factored(layer, num_uses)]
 
 
 def _can_be_factored(layer: nn.Module, num_uses: Counter[int]) -> bool:
-    if type(layer) not in get_args(Layer) or getattr(layer, "groups", 1) != 1 or is_shared_or_hooked(layer, num_uses):
+    is_layer = type(layer) in get_args(TorchLayer) or is_transposed_linear(layer)
+    if not is_layer or getattr(layer, "groups", 1) != 1 or is_shared_or_hooked(layer, num_uses):
         return False
     weight = layer._parameters.get("weight")  # missing if it is computed, as by pruning
     return weight is not None and weight.requires_grad and weight.is_floating_point() and saves_parameters(weight, 1)
@@ -143,11 +158,15 @@ def is_shared_or_hooked(module: nn.Module, num_uses: Counter[int]) -> bool:
 
 def factor(layer: Layer, layer_rank: int) -> Factored:
     """Two thin layers in place of a layer, with its bias; set_factors gives them their weights."""
+    if is_transposed_linear(layer):
+        thin = Factored(_linear(layer.nx, layer_rank, layer.weight), resize_transposed(layer, layer_rank))
+        return thin.train(layer.training)
+    assert not isinstance(layer, TransposedLinear)
     outputs = len(layer.weight)
     down = _resize(layer, layer_rank, bias=False)
     like = {"device": layer.weight.device, "dtype": layer.weight.dtype}
     up = (
-        nn.utils.skip_init(nn.Linear, layer_rank, outputs, bias=layer.bias is not None, **like)
+        _linear(layer_rank, outputs, layer.weight, bias=layer.bias is not None)
         if isinstance(layer, nn.Linear)
         else nn.utils.skip_init(type(layer), layer_rank, outputs, 1, bias=layer.bias is not None, **like)
     )
@@ -158,8 +177,7 @@ def factor(layer: Layer, layer_rank: int) -> Factored:
 def factor_layers(model: nn.Module, layer_ranks: Mapping[str, int]) -> None:
     """Replace some layers of a model by two thin ones of this layer rank, whose weights are yet to be filled in."""
     for name, layer_rank in layer_ranks.items():
-        layer = model.get_submodule(name)
-        assert isinstance(layer, Layer)
+        layer: Any = model.get_submodule(name)
         model.set_submodule(name, factor(layer, layer_rank))
 
 
@@ -167,7 +185,8 @@ def factor_layers(model: nn.Module, layer_ranks: Mapping[str, int]) -> None:
 def set_factors(layer: Factored, decomposition: Decomposition) -> Factored:
     """Copy as much of a decomposition as the layer rank allows into the weights of `up` and `down`."""
     r = layer.layer_rank
-    layer.up.weight.copy_(decomposition.up[:, :r].reshape(layer.up.weight.shape))
+    up = decomposition.up[:, :r]
+    layer.up.weight.copy_(up.T if is_transposed_linear(layer.up) else up.reshape(layer.up.weight.shape))
     layer.down.weight.copy_(decomposition.down[:r].reshape(layer.down.weight.shape))
     return layer
 
@@ -181,18 +200,28 @@ def merge(layer: Factored) -> Layer:
     >>> torch.allclose(merge(thin).weight, layer.weight, atol=1e-6)
     True
     """
-    full = _resize(layer.down, len(layer.up.weight), bias=layer.bias is not None)
+    full: Layer
+    if is_transposed_linear(layer.up):
+        full = resize_transposed(layer.up, layer.down.weight.shape[1])
+    else:
+        full = _resize(layer.down, len(layer.up.weight), bias=layer.bias is not None)
     full.weight.copy_(layer.product())
     full.bias = layer.bias
     return full.train(layer.training)
 
 
-def _resize(layer: Layer, outputs: int, bias: bool) -> Layer:
+def _linear(inputs: int, outputs: int, like: Tensor, bias: bool = False) -> nn.Linear:
+    """A linear layer whose weights are not initialized."""
+    made: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias, device=like.device, dtype=like.dtype)
+    return made
+
+
+def _resize(layer: TorchLayer, outputs: int, bias: bool) -> TorchLayer:
     """A layer like another one, but with this number of outputs; its weights are not initialized."""
     like = {"device": layer.weight.device, "dtype": layer.weight.dtype}
-    made: Layer
+    made: TorchLayer
     if isinstance(layer, nn.Linear):
-        made = nn.utils.skip_init(nn.Linear, layer.in_features, outputs, bias=bias, **like)
+        made = _linear(layer.in_features, outputs, layer.weight, bias)
     else:
         options = {name: getattr(layer, name) for name in ("stride", "padding", "dilation", "padding_mode")}
         sizes = (layer.in_channels, outputs, layer.kernel_size)

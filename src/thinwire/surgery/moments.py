@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from thinwire.errors import UsageError
 from thinwire.optim import OptimizerFactory
-from thinwire.surgery.lowrank import Factored
+from thinwire.surgery.huggingface import is_transposed_linear
+from thinwire.surgery.lowrank import Factored, weight_matrix
 
 OptimizerState = dict[str, Any]  # of one parameter: moments, which are tensors of its shape, and counters
 GRADIENT_SUMS = {"momentum_buffer", "exp_avg"}
@@ -31,9 +32,10 @@ def rotate_state(state: OptimizerState, layer: Factored) -> tuple[OptimizerState
             states[0][name], states[1][name] = copy_state(state)[name], copy_state(state)[name]
         elif name in KNOWN_MOMENTS:
             power = 1 if name in GRADIENT_SUMS else 2
-            moment = value.flatten(1)
-            states[0][name] = (moment @ down.flatten(1).pow(power).T).view(up.shape)
-            states[1][name] = (up.flatten(1).pow(power).T @ moment).view(down.shape)
+            moment, up_matrix = weight_matrix(layer.up, value), weight_matrix(layer.up)
+            of_up = moment @ down.flatten(1).pow(power).T
+            states[0][name] = (of_up.T.contiguous() if is_transposed_linear(layer.up) else of_up).view(up.shape)
+            states[1][name] = (up_matrix.pow(power).T @ moment).view(down.shape)
         else:
             return {}, {}
     return states

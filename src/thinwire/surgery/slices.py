@@ -12,6 +12,7 @@ from thinwire.common.tensors import named_tensors
 from thinwire.errors import UsageError
 from thinwire.surgery.axes.axis import Axis
 from thinwire.surgery.axes.residual import ResidualBlocks
+from thinwire.surgery.huggingface import is_transposed_linear
 
 UnitIndices = list[Tensor]  # the units of each axis that one rank has, in order
 SliceIndex = tuple[Tensor | None, ...]  # for each dimension of a tensor the indices in it; None is all of it
@@ -85,7 +86,10 @@ class Slices:
                 )
             for name in unit_users(axis) if scaled else ():
                 owner = model.get_submodule(name.rpartition(".")[0])
-                if not type(owner).__module__.startswith("torch.nn.modules.") or isinstance(owner, nn.Bilinear):
+                is_torchs = type(owner).__module__.startswith("torch.nn.modules.") and not isinstance(
+                    owner, nn.Bilinear
+                )
+                if not is_torchs and not is_transposed_linear(owner):
                     raise UsageError(f"scale=train, but {name} is not of a layer with one input; try scale=eval")
 
 

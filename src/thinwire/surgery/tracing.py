@@ -14,6 +14,10 @@ from thinwire.surgery.blocks import list_names, resolve_layer_names
 _TRACING = threading.Lock()  # torch.fx patches nn.Module.__call__ while it traces
 
 
+class NotTraceable(UsageError):
+    """torch.fx cannot follow the forward of a model."""
+
+
 def trace_segments(model: nn.Module, cut_at: Sequence[str]) -> list[tuple[str, nn.Module]]:
     """The segments of a model, each with the name of its first layer; see segments_of."""
     graph = _trace(model, cut_at)
@@ -61,7 +65,7 @@ def _trace(model: nn.Module, cut_at: Sequence[str]) -> fx.Graph:
     except Exception as error:
         is_compiled = hasattr(model, "_orig_mod")
         advice = "give the model without torch.compile" if is_compiled else "write it as an nn.Sequential of its layers"
-        raise UsageError(
+        raise NotTraceable(
             f"{type(model).__name__} cannot be cut into blocks: torch.fx cannot follow its forward ({error}); {advice}"
         ) from error
 

@@ -28,7 +28,7 @@ from thinwire.strategies.stages.cutting import Cut, cut_into_blocks, find_starts
 from thinwire.strategies.stages.layout import StageLayout, choose_num_stages
 from thinwire.surgery.costs import activations, flops
 from thinwire.surgery.memory_format import is_view_error
-from thinwire.surgery.segments import segments_of
+from thinwire.surgery.segments import follow, segments_of
 
 EXAMPLE_SAMPLES = 2
 BUCKET_MB = 25.0
@@ -87,6 +87,7 @@ class Staged(Strategy, abstract=True):
     def begin(self, inputs: Tensor, starts: Sequence[int] | None = None) -> None:
         """Cut the model, for inputs like these; every rank keeps its own stage. Collective."""
         self.example = inputs[:EXAMPLE_SAMPLES].detach().clone().to(self.device)
+        self.segments = follow(self.model, self.segments, self.example)
         passed = activations([segment.module for segment in self.segments], self.example)
         if starts is None:
             starts = find_starts(self.cut, self.layout.num_stages, self.segments, passed[:-1], self.comm)

@@ -1,4 +1,4 @@
-"""Axes that modules declare as `thinwire_axes`, and those of torch's own attention and transformer layers."""
+"""Axes that modules declare as `thinwire_axes`, and those that are known of torch's and transformers' modules."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from torch import nn
 from thinwire.errors import UsageError
 from thinwire.surgery.attention import UnpackedAttention
 from thinwire.surgery.axes.axis import Axis
+from thinwire.surgery.huggingface import known_axes
+from thinwire.surgery.lowrank import count_parameter_uses
 
 
 def declared_axes(model: nn.Module) -> Iterator[Axis]:
-    """The axes that the modules of a model declare, or that are known of torch's modules."""
+    """The axes that the modules of a model declare, or that are known of torch's and transformers' modules."""
+    num_uses = count_parameter_uses(model)
     for name, module in model.named_modules():
         own: Iterable[Axis] = getattr(module, "thinwire_axes", ())
         if not isinstance(own, list | tuple) or not all(isinstance(axis, Axis) for axis in own):
@@ -21,6 +24,8 @@ def declared_axes(model: nn.Module) -> Iterator[Axis]:
             own = [_attention_heads(module)]
         elif type(module) in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer) and not own:
             own = [_feed_forward_units(module)]
+        elif not own and all(num_uses[id(p)] == 1 for p in module.parameters()):
+            own = known_axes(module)
         yield from (axis.with_prefix(name) for axis in own)
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from thinwire.errors import UsageError
 from thinwire.surgery.axes.axis import join_names
+from thinwire.surgery.huggingface import known_branches
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class ResidualBlocks:
 
 
 def residual_blocks_of(model: nn.Module) -> ResidualBlocks:
-    """The residual blocks of a model: the outermost modules with `thinwire_branches`."""
+    """The residual blocks of a model: the outermost modules with `thinwire_branches`, or that are known."""
     found = find_residual_blocks(model)
     if not found.size:
         raise UsageError(
@@ -43,7 +44,7 @@ def find_residual_blocks(model: nn.Module) -> ResidualBlocks:
     """The residual blocks of a model, which may have none."""
     found: dict[str, tuple[str, ...]] = {}
     for name, module in model.named_modules():
-        branches = getattr(module, "thinwire_branches", ())
+        branches = getattr(module, "thinwire_branches", ()) or known_branches(module)
         if branches and not any(name.startswith(f"{outer}.") for outer in found):
             found[name] = tuple(join_names(name, tensor) for tensor in branches)
     return ResidualBlocks(found)
