@@ -34,8 +34,7 @@ from thinwire.run.startup import on_rank_0, open_folder, seed_everything, use_de
 from thinwire.run.summary import num_parameters
 from thinwire.strategies.finite import CHECK_EVERY_STEPS, not_finite_error
 from thinwire.strategies.prepare import make_strategy
-from thinwire.tasks.loading import load_task
-from thinwire.tasks.metrics import load_metric
+from thinwire.tasks.loading import load_task, with_metric
 
 
 def run_rank(config: RunConfig, link: LinkReport = LinkReport(), progress_file: Path | None = None) -> dict[str, Any]:
@@ -69,9 +68,7 @@ class Run:
         self.device = device
         self.progress_file = progress_file
         seed_everything(config.seed)
-        self.task = load_task(config.task, config.data, config.seed)
-        if config.metric is not None:
-            self.task = replace(self.task, metric=load_metric(config.metric))
+        self.task = with_metric(load_task(config.task, config.data, config.seed), config.metric)
         self.config = with_defaults(config, self.task, comm.size)
         self.length = find_length(self.config, self.task, comm.size)
         seed_everything(config.seed)
