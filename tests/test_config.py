@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from thinwire import cli
 from thinwire.config import RunConfig
 from thinwire.errors import UsageError
 from thinwire.launch.settings import resolve
@@ -91,3 +93,45 @@ def test_resuming_where_other_things_are_is_refused(saved: Path, tmp_path: Path)
         UsageError, match=r"one-first holds no run .*did you mean .*/first\?., or add the settings of a new"
     ):
         resolve(None, {"resume": True, "out": tmp_path / "one-first"})
+
+
+def test_auto_starts_a_run_with_the_defaults_and_beside_other_files(tmp_path: Path) -> None:
+    """What a job writes to its folder before it starts must not stop it; one command serves all starts."""
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "job.log").touch()
+    asked = {"resume": "auto", "out": out}
+    config = resolve(None, asked)
+    assert (config.resume, config.task) == (False, "digits")
+    assert RunFolder.new(config).path == out
+    RunFolder(out).save_config(config)
+    assert resolve(None, asked).resume is True
+    with pytest.raises(UsageError, match="--resume needs --out"):
+        resolve(None, {"resume": "auto"})
+    (tmp_path / "remains").mkdir()
+    (tmp_path / "remains" / "metrics.jsonl").touch()
+    with pytest.raises(UsageError, match=r"holds metrics.jsonl of a run without config.toml; give another --out"):
+        RunFolder.new(resolve(None, {"resume": "auto", "out": tmp_path / "remains"}))
+
+
+@pytest.mark.parametrize(
+    ("words", "resume", "file"),
+    [
+        (["--resume"], True, None),
+        (["--resume=auto"], "auto", None),
+        (["--resume", "auto"], "auto", None),
+        (["--resume", "run.toml"], True, Path("run.toml")),
+        (["run.toml", "--resume", "--steps", "3"], True, Path("run.toml")),
+        (["--no-resume"], False, None),
+    ],
+)
+def test_resume_on_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], resume: object, file: Path | None
+) -> None:
+    seen: list[tuple[Path | None, dict[str, object]]] = []
+    monkeypatch.setattr("thinwire.launch.settings.resolve", lambda file, asked: seen.append((file, asked)))
+    monkeypatch.setattr("thinwire.launch.launcher.launch", lambda config: None)
+    monkeypatch.setattr("sys.argv", ["thinwire", "train", *words])
+    with suppress(SystemExit):
+        cli.main()
+    assert (seen[0][0], seen[0][1]["resume"]) == (file, resume)

@@ -18,6 +18,8 @@ from thinwire import registry
 from thinwire.comm.base import Comm
 
 pytest.importorskip("transformers", reason="needs the extra thinwire[huggingface]")
+from transformers import BatchEncoding
+
 from tests.surgery.hf_models import MODELS, Logits, tokens
 
 PIPELINE = next(case for case in CASES if case.strategy == "pipeline")  # needs processes
@@ -178,3 +180,56 @@ def test_what_a_pipeline_cannot_cut_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(AssertionError, match=rf"UsageError: .*{reason}"):
         process_world.run(train, RANKS, "gpt2", "pipeline", wrapped, options)
+
+
+# ---- batches as tokenizers return them, and the model's own loss
+
+
+def padded(step: int) -> Any:
+    """Lines of different lengths, padded on the right, with a mask; a class of mappings that is no dict."""
+    lines = data()[step][0].clone()
+    lengths = 3 + torch.arange(len(lines)) % (lines.shape[1] - 2)
+    mask = (torch.arange(lines.shape[1]) < lengths.unsqueeze(1)).long()
+    return {"input_ids": lines * mask, "attention_mask": mask, "labels": lines.masked_fill(mask == 0, -100)}
+
+
+def train_on_padded(comm: Comm, name: str, spec: str) -> tuple[float, float, Weights]:
+    model = copy.deepcopy(model_of(name, False))
+    trainer = tw.prepare(spec, model=model, optimizer=adamw, loss=None, comm=comm, epochs=2)
+    own, losses = slice(trainer.shard.index, None, trainer.shard.count), []
+    for _ in range(2):
+        trainer.begin_epoch(STEPS)
+        for step in range(STEPS):
+            batch = BatchEncoding({key: value[own] for key, value in padded(step).items()})
+            losses.append(trainer.step(batch).item())
+        trainer.end_epoch()
+    return losses[0], losses[-1], weights(trainer.consolidate())
+
+
+@pytest.mark.parametrize("name", TITLES)
+@pytest.mark.parametrize("spec", ["data_parallel", "diloco(every=2)", "ist(local_steps=2)"])
+def test_batches_of_tokenizers_train_with_the_models_own_loss(name: str, spec: str) -> None:
+    model_of(name, False)  # once, before threads copy it
+    found = on_threads(train_on_padded, RANKS, name, spec)
+    for first, last, trained in found:
+        assert last < first - 0.3
+        assert same(trained, found[0][2])
+
+
+@pytest.mark.parametrize("name", TITLES)
+def test_padding_does_not_change_what_is_learned(name: str) -> None:
+    """The mask must reach the model: other tokens under it change nothing."""
+
+    def gradients(comm: Comm, fill: int) -> Weights:
+        batch = padded(0)
+        batch["input_ids"] = torch.where(batch["attention_mask"] == 0, fill, batch["input_ids"])
+        trainer = tw.prepare(
+            "data_parallel", model=copy.deepcopy(model_of(name, False)), loss=None, comm=comm,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1),
+        )  # fmt: skip
+        trainer.step(batch)
+        return weights(trainer.consolidate())
+
+    one, other = (tw.simulate(lambda comm, fill=fill: gradients(comm, fill), ranks=1)[0] for fill in (0, 7))
+    for key, value in one.items():
+        torch.testing.assert_close(other[key], value, rtol=1e-4, atol=1e-6)

@@ -35,8 +35,7 @@ from thinwire.run.step_losses import StepLosses
 from thinwire.run.summary import num_parameters
 from thinwire.strategies.finite import CHECK_EVERY_STEPS, not_finite_error
 from thinwire.strategies.prepare import make_strategy
-from thinwire.tasks.loading import load_task
-from thinwire.tasks.metrics import load_metric
+from thinwire.tasks.loading import load_task, with_metric
 
 
 def run_rank(config: RunConfig, link: LinkReport = LinkReport(), progress_file: Path | None = None) -> dict[str, Any]:
@@ -68,9 +67,7 @@ class Run:
         self.meters = Meters(comm, device, link)
         self.comm, self.device, self.progress_file = comm, device, progress_file
         seed_everything(config.seed)
-        self.task = load_task(config.task, config.data, config.seed)
-        if config.metric is not None:
-            self.task = replace(self.task, metric=load_metric(config.metric))
+        self.task = with_metric(load_task(config.task, config.data, config.seed), config.metric)
         self.config = with_defaults(config, self.task, comm.size)
         self.length = find_length(self.config, self.task, comm.size)
         seed_everything(config.seed)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from thinwire import registry
 from thinwire.errors import UsageError
 from thinwire.registry.own import Own
 from thinwire.tasks.base import Task
+from thinwire.tasks.metrics import load_metric
 
 
 def load_task(text: str, data: Path | None, seed: int) -> Task:
@@ -20,6 +22,11 @@ def load_task(text: str, data: Path | None, seed: int) -> Task:
     if not isinstance(loaded, Task):
         raise UsageError(f"task '{text}' returned {type(loaded).__name__}; expected a thinwire.Task")
     return loaded
+
+
+def with_metric(task: Task, metric: str | None) -> Task:
+    """The task with the metric that --metric names, if it names one."""
+    return task if metric is None else replace(task, metric=load_metric(metric))
 
 
 def check_task(text: str) -> None:
