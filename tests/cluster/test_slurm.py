@@ -80,6 +80,8 @@ def test_the_doctor_finds_nothing_wrong_and_counts_each_nodes_ranks(cluster: Slu
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout)
     assert (told["launcher"], told["ranks"], told["nodes"]) == ("srun", 3, 2)
+    found = [(one["host"], one["local_ranks"], one["interface"]) for one in told["machines"]]
+    assert found == [("n1", 2, "wire"), ("n1", 2, "wire"), ("n2", 1, "wire")]
 
 
 def test_an_interface_that_is_on_no_node_is_named_once_a_node(cluster: Slurm) -> None:

@@ -23,7 +23,7 @@ PATHS = {
     "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
 }
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def run(lab: Lab, out: Path, ranks: tuple[str, str], **more: str) -> list[tuple[
         for host, number in zip(lab, ranks, strict=True)
     ]  # fmt: skip
     try:
-        outputs = [one.communicate(timeout=180)[0] for one in started]
+        outputs = [one.communicate(timeout=400)[0] for one in started]
     finally:
         for one in started:
             one.terminate()  # torchrun then ends its ranks
@@ -61,7 +61,7 @@ def test_hosts_with_one_and_two_ranks_train_together_and_end_as_three_ranks_here
     summary = json.loads((tmp_path / "hosts" / "summary.json").read_text())
     assert (summary["ranks"], summary["nodes"]) == (3, 2)
     here = [sys.executable, "-m", "thinwire", "train", "--ranks", "3", *SETTINGS, "--out", str(tmp_path / "here")]
-    subprocess.run(here, env={**os.environ, **PATHS}, check=True, timeout=180)
+    subprocess.run(here, env={**os.environ, **PATHS}, check=True, timeout=400)
     assert same_files(tmp_path / "hosts", tmp_path / "here")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.comm.test_addresses import LAN, OWN
-from tests.launch.test_launch import run_quickly
+from tests.launch.test_launch import run_quickly, scratch  # noqa: F401 (a fixture)
 from thinwire.comm.world import World
 from thinwire.config import RunConfig
 from thinwire.errors import UsageError
