@@ -26,6 +26,7 @@ UNFIT = (
     "integrations.lightning",
     "integrations.huggingface",
     "integrations.accelerate",
+    "integrations.ray",
 )  # to be imported here: frameworks change the environment
 MODULES = [m.name for m in pkgutil.walk_packages(thinwire.__path__, "thinwire.") if not m.name.endswith(UNFIT)]
 
