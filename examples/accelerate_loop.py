@@ -36,7 +36,9 @@ def train(spec: str, in_rounds: bool) -> dict[str, Any]:
             losses.append(loss.item())
     if in_rounds:
         exchange.together()
-    return outcome(losses, accelerator.unwrap_model(model), exchange)
+    found = outcome(losses, accelerator.unwrap_model(model), exchange)
+    exchange.close()
+    return found
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import argparse
 import tempfile
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from transformers import Trainer, TrainingArguments
 
@@ -22,6 +23,7 @@ def train(spec: str, in_rounds: bool) -> dict[str, Any]:
         args = TrainingArguments(
             folder, num_train_epochs=2, per_device_train_batch_size=16, learning_rate=3e-3, logging_steps=1,
             lr_scheduler_type="constant", save_strategy="no", report_to=[], disable_tqdm=True, log_level="error",
+            use_cpu=not torch.cuda.is_available(),
         )  # fmt: skip
         trainer = Trainer(gpt2(), args, train_dataset=pieces())  # type: ignore[arg-type]
         callback: Any = RoundsCallback(trainer, spec) if in_rounds else AttachCallback(trainer, spec)
@@ -29,7 +31,10 @@ def train(spec: str, in_rounds: bool) -> dict[str, Any]:
         trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     assert trainer.model is not None
-    return outcome(losses, trainer.model, callback.rounds if in_rounds else callback.exchange)
+    exchange = callback.rounds if in_rounds else callback.exchange
+    found = outcome(losses, trainer.model, exchange)
+    exchange.close()
+    return found
 
 
 if __name__ == "__main__":

@@ -44,7 +44,10 @@ def train(spec: str, in_rounds: bool) -> dict[str, Any]:
     )  # fmt: skip
     module = Language()
     trainer.fit(module, DataLoader(pieces(), batch_size=16, shuffle=True))  # type: ignore[arg-type]
-    return outcome(module.losses, module, strategy.rounds if in_rounds else strategy.exchange)
+    exchange = strategy.rounds if in_rounds else strategy.exchange
+    found = outcome(module.losses, module, exchange)
+    exchange.close()
+    return found
 
 
 if __name__ == "__main__":

@@ -47,8 +47,8 @@ def train(config: dict[str, Any]) -> None:
             if ray.train.get_context().get_world_rank() == 0:
                 state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch + 1}
                 torch.save(state, Path(folder, "state.pt"))
-            ray.train.report({"loss": losses[-1]}, checkpoint=ray.train.Checkpoint.from_directory(folder))
-    ray.train.report(outcome(losses, model.module, loop.rounds if config["rounds"] else loop.exchange))
+            metrics = outcome(losses, model.module, loop.rounds if config["rounds"] else loop.exchange)
+            ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def launched(comm: Comm) -> Iterator[None]:
     names = {"RANK": comm.rank, "LOCAL_RANK": comm.rank, "WORLD_SIZE": comm.size, "LOCAL_WORLD_SIZE": comm.size}
     names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": 0}
     before = dict(os.environ)
-    os.environ.update({name: str(value) for name, value in names.items()}, ACCELERATE_USE_CPU="true")
+    os.environ.update({name: str(value) for name, value in names.items()})
     try:
         yield
     finally:

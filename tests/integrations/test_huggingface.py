@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.frameworks import BATCH, EPOCHS, FEEDBACK, RANKS, by_prepare, gpt2, launched, texts
 from tests.training import same, weights
 from tests.worlds import ProcessWorlds
 from thinwire.comm.base import Comm
+from thinwire.errors import UsageError
 
 transformers = pytest.importorskip("transformers", reason="needs the extra thinwire[huggingface]")
 pytest.importorskip("accelerate", reason="needs the extra thinwire[huggingface]")
@@ -24,9 +26,9 @@ def fit(comm: Comm, kind: str, spec: str, folder: Path, resume: bool = False, **
 
     with launched(comm):
         args = transformers.TrainingArguments(
-            output_dir=str(folder), num_train_epochs=EPOCHS, per_device_train_batch_size=BATCH, use_cpu=True, seed=1,
+            output_dir=str(folder), num_train_epochs=EPOCHS, per_device_train_batch_size=BATCH, seed=1,
             learning_rate=1e-2, lr_scheduler_type="constant", logging_steps=1, report_to=[], disable_tqdm=True,
-            ddp_backend="gloo", **{"save_strategy": "no", **options},
+            ddp_backend="gloo", **{"save_strategy": "no", "use_cpu": True, **options},
         )  # fmt: skip
         trainer = transformers.Trainer(gpt2(), args, train_dataset=texts(), eval_dataset=texts()[:8])
         callback = (AttachCallback if kind == "attach" else RoundsCallback)(trainer, spec)
@@ -68,3 +70,17 @@ def test_a_resumed_run_ends_bit_for_bit_as_the_one_that_went_on(
 
 def fit_with(comm: Comm, kind: str, spec: str, folder: Path, resume: bool, options: dict[str, Any]) -> tuple[Any, ...]:
     return fit(comm, kind, spec, folder, resume, **options)
+
+
+def refused_on_a_cpu_that_was_not_asked_for(comm: Comm, folder: Path) -> str:
+    try:
+        fit(comm, "rounds", "local_sgd", folder, use_cpu=False)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the Trainer is distributed")
+def test_ranks_that_the_trainer_trains_alone_are_refused(process_world: ProcessWorlds, tmp_path: Path) -> None:
+    for message in process_world.run(refused_on_a_cpu_that_was_not_asked_for, RANKS, tmp_path):
+        assert "started 2 ranks, but the Trainer trains each of them alone" in message

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.training_args import ParallelMode
 
 import thinwire as tw
+from thinwire.comm.world import find_world
+from thinwire.errors import UsageError
 from thinwire.exchange.attach import Attached
 from thinwire.integrations.own_steps import separate_model
 from thinwire.integrations.rank_files import RankState
@@ -32,6 +35,12 @@ class _WithRankFiles(TrainerCallback, ABC):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        launched = find_world()
+        if launched is not None and launched.size > 1 and args.parallel_mode != ParallelMode.DISTRIBUTED:
+            raise UsageError(
+                f"{launched.launcher} started {launched.size} ranks, but the Trainer trains each of them alone "
+                f"({args.parallel_mode}); on CPUs use TrainingArguments(use_cpu=True)"
+            )
         self.begin()
         if state.global_step:  # the Trainer resumes
             self.rank_state().load(self._folder(args, state), args.process_index, args.world_size)
