@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test quick check golden browser cluster launchers install clean
+.PHONY: demo test quick check golden browser cluster launchers ray install clean
 
 demo: install  ## compare strategies on two nodes with a real link of 100 Mbit/s between them
 	$(BIN)/thinwire compare data_parallel "data_parallel(reducer=maxnorm(bits=4))" "data_parallel(reducer=powersgd(rank=4))" local_sgd diloco "daso(warmup_epochs=1, cooldown_epochs=1)" "ab(cutoff=0.3)" "ist(local_steps=32)" "local_parallel(blocks=2)" "pipeline(blocks=2)" "sequence([ab(cutoff=0.3), data_parallel(reducer=maxnorm(bits=4))])" auto --task digits --epochs 10 --ranks 4 --nodes 2 --link 100mbit --seeds 2 --target 95 --baseline alone
@@ -34,6 +34,10 @@ launchers:  ## Debian's Slurm and Open MPI; tests of what is not there are skipp
 	@{ command -v slurmctld && command -v slurmd && command -v munged && command -v srun && command -v mpirun; } > /dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && echo "installing Slurm and Open MPI" \
 	&& apt-get update -qq > /dev/null && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge openmpi-bin > /dev/null; } \
 	|| echo "Slurm and Open MPI cannot be installed here: tests of what is missing will be skipped"
+
+ray: install  ## the tests with Ray Train, which is 500 MB and so is not installed for the others
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[ray]"
+	$(BIN)/python -m pytest tests/integrations/test_ray.py tests/test_examples.py -k ray
 
 install: .venv/installed  ## a virtual environment in this checkout; quick when nothing changed
 

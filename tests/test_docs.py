@@ -25,6 +25,8 @@ UNFIT = (
     "__main__",
     "integrations.lightning",
     "integrations.huggingface",
+    "integrations.accelerate",
+    "integrations.ray",
 )  # to be imported here: frameworks change the environment
 MODULES = [m.name for m in pkgutil.walk_packages(thinwire.__path__, "thinwire.") if not m.name.endswith(UNFIT)]
 

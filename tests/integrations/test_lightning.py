@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import warnings
 from collections import OrderedDict
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import thinwire as tw
+from tests.frameworks import FEEDBACK, launched
 from tests.training import MODELS, same, weights
 from tests.worlds import ProcessWorlds
 from thinwire.comm.base import Comm
@@ -22,7 +22,6 @@ from thinwire.comm.base import Comm
 lightning = pytest.importorskip("lightning", reason="needs the extra thinwire[lightning]")
 
 STEPS, EPOCHS, BATCH = 6, 2, 8
-FEEDBACK = "error_feedback(maxnorm(bits=4))"
 
 
 def data(rank: int) -> TensorDataset:
@@ -52,12 +51,8 @@ def fit(comm: Comm, kind: str, spec: str, folder: Path, stop: int | None = None,
     """Train by Lightning; with `stop` in two runs, the second of which resumes from a checkpoint of so many steps."""
     from thinwire.integrations.lightning import AttachStrategy, RoundsStrategy
 
-    names = {"RANK": comm.rank, "LOCAL_RANK": comm.rank, "WORLD_SIZE": comm.size, "LOCAL_WORLD_SIZE": comm.size}
-    names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": 0}
-    before = dict(os.environ)
-    os.environ.update({name: str(value) for name, value in names.items()})
     warnings.simplefilter("ignore")
-    try:
+    with launched(comm):
         for last in [None] if stop is None else [stop, None]:
             strategy = (AttachStrategy if kind == "attach" else RoundsStrategy)(spec)
             trainer = lightning.Trainer(
@@ -74,9 +69,6 @@ def fit(comm: Comm, kind: str, spec: str, folder: Path, stop: int | None = None,
             )  # fmt: skip
             if last is not None:
                 trainer.save_checkpoint(path)
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
     handle = strategy.exchange if kind == "attach" else strategy.rounds
     sent = sum(row["wire_bytes"] for row in handle.ledger.rows() if row["purpose"] == "train")
     handle.close()

@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.training_args import ParallelMode
 
 import thinwire as tw
+from thinwire.comm.world import find_world
+from thinwire.errors import UsageError
 from thinwire.exchange.attach import Attached
-from thinwire.integrations.rank_files import load_rank, save_rank
+from thinwire.integrations.own_steps import separate_model
+from thinwire.integrations.rank_files import RankState
 from thinwire.strategies.own_loop import AttachedRounds
 
 
@@ -25,22 +29,24 @@ class _WithRankFiles(TrainerCallback, ABC):
         """Attach to the model, which the Trainer has prepared."""
 
     @abstractmethod
-    def rank_state(self) -> dict[str, Any]:
-        """What this rank needs to go on exactly, besides the Trainer's checkpoint."""
-
-    @abstractmethod
-    def load_rank_state(self, state: dict[str, Any]) -> None:
-        """Go on from what this rank kept."""
+    def rank_state(self) -> RankState:
+        """What this rank keeps."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        launched = find_world()
+        if launched is not None and launched.size > 1 and args.parallel_mode != ParallelMode.DISTRIBUTED:
+            raise UsageError(
+                f"{launched.launcher} started {launched.size} ranks, but the Trainer trains each of them alone "
+                f"({args.parallel_mode}); on CPUs use TrainingArguments(use_cpu=True)"
+            )
         self.begin()
         if state.global_step:  # the Trainer resumes
-            self.load_rank_state(load_rank(self._folder(args, state), args.process_index, args.world_size))
+            self.rank_state().load(self._folder(args, state), args.process_index, args.world_size)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        save_rank(self._folder(args, state), args.process_index, args.world_size, self.rank_state())
+        self.rank_state().save(self._folder(args, state), args.process_index, args.world_size)
 
     def _folder(self, args: TrainingArguments, state: TrainerState) -> Path:
         return Path(args.output_dir or ".", f"checkpoint-{state.global_step}", "thinwire")
@@ -58,11 +64,8 @@ class AttachCallback(_WithRankFiles):
         model: Any = self.trainer.model_wrapped
         self.exchange = tw.attach(model, self.spec, scaler=self.trainer.accelerator.scaler)
 
-    def rank_state(self) -> dict[str, Any]:
-        return {"exchange": self.exchange.state_dict()}
-
-    def load_rank_state(self, state: dict[str, Any]) -> None:
-        self.exchange.load_state_dict(state["exchange"])
+    def rank_state(self) -> RankState:
+        return RankState(self.exchange)
 
 
 class RoundsCallback(_WithRankFiles):
@@ -77,11 +80,10 @@ class RoundsCallback(_WithRankFiles):
 
     def begin(self) -> None:
         wrapped: Any = self.trainer.model_wrapped
-        plain = self.trainer.accelerator.unwrap_model(wrapped)
-        if wrapped is not plain:
-            wrapped.require_backward_grad_sync = False  # the DDP exchanges no gradients
         epochs = self.trainer.args.num_train_epochs
-        self.rounds = tw.rounds(plain, self.spec, epochs=int(epochs) if epochs == int(epochs) else None)
+        self.rounds = tw.rounds(
+            separate_model(wrapped), self.spec, epochs=int(epochs) if epochs == int(epochs) else None
+        )
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.rounds.after_step()
@@ -93,11 +95,6 @@ class RoundsCallback(_WithRankFiles):
     ) -> None:
         self.rounds.together()
 
-    def rank_state(self) -> dict[str, Any]:
+    def rank_state(self) -> RankState:
         assert self.trainer.optimizer is not None
-        return {"rounds": self.rounds.state_dict(), "optimizer": self.trainer.optimizer.state_dict()}
-
-    def load_rank_state(self, state: dict[str, Any]) -> None:
-        assert self.trainer.optimizer is not None
-        self.trainer.optimizer.load_state_dict(state["optimizer"])
-        self.rounds.load_state_dict(state["rounds"])
+        return RankState(self.rounds, [self.trainer.optimizer], self.trainer.accelerator.scaler)

@@ -10,12 +10,13 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.exchange.attach import Attached
-from thinwire.integrations.rank_files import load_rank, rank_folder, remove_rank, save_rank
+from thinwire.integrations.rank_files import RankState, rank_folder, remove_rank
 from thinwire.strategies.own_loop import AttachedRounds
 
 
@@ -28,17 +29,17 @@ class _WithRankFiles(DDPStrategy):
         self._loaded_from: Path | None = None
 
     @abstractmethod
-    def rank_state(self) -> dict[str, Any]:
-        """What this rank needs to go on exactly, besides Lightning's checkpoint."""
+    def rank_state(self) -> RankState:
+        """What this rank keeps."""
 
-    @abstractmethod
-    def load_rank_state(self, state: dict[str, Any]) -> None:
-        """Go on from what this rank kept."""
+    @property
+    def _scaler(self) -> GradScaler | None:
+        return getattr(self.precision_plugin, "scaler", None)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if "optimizer_states" in checkpoint:  # else it has the model alone
-            save_rank(rank_folder(filepath), self.global_rank, self.world_size, self.rank_state())
+            self.rank_state().save(rank_folder(filepath), self.global_rank, self.world_size)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self._loaded_from = Path(checkpoint_path)
@@ -47,7 +48,7 @@ class _WithRankFiles(DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         if self._loaded_from is not None:
-            self.load_rank_state(load_rank(rank_folder(self._loaded_from), self.global_rank, self.world_size))
+            self.rank_state().load(rank_folder(self._loaded_from), self.global_rank, self.world_size)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)
@@ -68,13 +69,10 @@ class AttachStrategy(_WithRankFiles):
         """Wrap the model in DDP, and attach to that."""
         super().configure_ddp()
         assert isinstance(self.model, nn.parallel.DistributedDataParallel)
-        self.exchange = tw.attach(self.model, self.spec, scaler=getattr(self.precision_plugin, "scaler", None))
+        self.exchange = tw.attach(self.model, self.spec, scaler=self._scaler)
 
-    def rank_state(self) -> dict[str, Any]:
-        return {"exchange": self.exchange.state_dict()}
-
-    def load_rank_state(self, state: dict[str, Any]) -> None:
-        self.exchange.load_state_dict(state["exchange"])
+    def rank_state(self) -> RankState:
+        return RankState(self.exchange)
 
 
 class RoundsStrategy(_WithRankFiles):
@@ -124,10 +122,5 @@ class RoundsStrategy(_WithRankFiles):
         if hasattr(self, "rounds"):  # not in trainer.validate
             self.rounds.together()
 
-    def rank_state(self) -> dict[str, Any]:
-        return {"rounds": self.rounds.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers]}
-
-    def load_rank_state(self, state: dict[str, Any]) -> None:
-        for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(own)
-        self.rounds.load_state_dict(state["rounds"])
+    def rank_state(self) -> RankState:
+        return RankState(self.rounds, self.optimizers, self._scaler)

@@ -3,17 +3,61 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from thinwire.common.files import write_atomically
 from thinwire.common.tensor_files import write_tensors
 from thinwire.errors import RunError, UsageError
+from thinwire.exchange.attach import Attached
 from thinwire.run.states import pack, unpack
+from thinwire.strategies.own_loop import AttachedRounds
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What a rank needs to go on exactly, besides the framework's checkpoint, which has rank 0's state alone.
+
+    With rounds these are also its optimizers and its loss scaler: ranks that train separately have different ones.
+    """
+
+    exchange: Attached | AttachedRounds
+    optimizers: Sequence[Optimizer] = ()
+    scaler: GradScaler | None = None
+
+    def save(self, folder: Path, rank: int, ranks: int) -> None:
+        """Write this rank's file, completely or not at all."""
+        state = {
+            "exchange": self.exchange.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+        }
+        tensors: dict[str, Tensor] = {}
+        metadata = {"ranks": str(ranks), "tree": json.dumps(pack(state, tensors))}
+        write_atomically(_file(folder, rank), lambda path: write_tensors(tensors, path, metadata))
+
+    def load(self, folder: Path, rank: int, ranks: int) -> None:
+        """Go on from the file that this rank wrote."""
+        state = _read(folder, rank, ranks)
+        saved = len(state["optimizers"]), state["scaler"] is not None
+        here = len(self.optimizers), self.scaler is not None
+        if saved != here:
+            raise UsageError(
+                f"{folder} is of (optimizers, scaler) = {saved}, and here they are {here}; use the same ones"
+            )
+        self.exchange.load_state_dict(state["exchange"])
+        for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(own)
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
 
 
 def rank_folder(checkpoint: str | Path) -> Path:
@@ -30,16 +74,19 @@ def rank_folder(checkpoint: str | Path) -> Path:
     return path.with_name(f"{path.name}.ranks")
 
 
-def save_rank(folder: Path, rank: int, ranks: int, state: Any) -> None:
-    """Write this rank's state, completely or not at all."""
-    tensors: dict[str, Tensor] = {}
-    tree = pack(state, tensors)
-    metadata = {"ranks": str(ranks), "tree": json.dumps(tree)}
-    write_atomically(_file(folder, rank), lambda path: write_tensors(tensors, path, metadata))
+def remove_rank(folder: Path, rank: int) -> None:
+    """Remove this rank's file, and the folder if it was the last one."""
+    _file(folder, rank).unlink(missing_ok=True)
+    with suppress(OSError):  # others have not removed theirs yet
+        folder.rmdir()
 
 
-def load_rank(folder: Path, rank: int, ranks: int) -> Any:
-    """The state that this rank wrote."""
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.safetensors"
+
+
+def _read(folder: Path, rank: int, ranks: int) -> Any:
+    """The state in this rank's file."""
     path = _file(folder, rank)
     if not path.exists():
         raise UsageError(
@@ -55,14 +102,3 @@ def load_rank(folder: Path, rank: int, ranks: int) -> Any:
     if saved_ranks != ranks:
         raise UsageError(f"{folder} is of {saved_ranks} ranks, and these are {ranks}; use as many, or begin anew")
     return unpack(tree, tensors)
-
-
-def remove_rank(folder: Path, rank: int) -> None:
-    """Remove this rank's file, and the folder if it was the last one."""
-    _file(folder, rank).unlink(missing_ok=True)
-    with suppress(OSError):  # others have not removed theirs yet
-        folder.rmdir()
-
-
-def _file(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.safetensors"
