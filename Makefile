@@ -23,7 +23,7 @@ golden: install  ## run every method for a few steps; show what differs from tes
 	$(BIN)/python -m tests.golden
 
 docs: install browser  ## the documentation as a site in site/, with links checked, and looked at in a browser
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/python -m tests.site_in_browser site
 
 release: install  ## wheel and sdist in dist/, checked, and the wheel tried in a fresh environment outside this folder
