@@ -12,12 +12,13 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
-EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name != "__init__.py")
+EXAMPLES = sorted(path for path in (ROOT / "examples").glob("[!_]*.*"))
+LANGUAGES = {".py": "py", ".sh": "sh", ".sbatch": "sh", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml"}
 PAGES = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
-    **{f"examples/{path.name}": f"examples/{path.stem}.md" for path in EXAMPLES},
+    **{f"examples/{path.name}": f"examples/{path.name}.md" for path in EXAMPLES},
 }  # of files outside docs/
 
 
@@ -32,13 +33,13 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
         text = (ROOT / name).read_text().replace("](docs/", "](")
         files.append(File.generated(config, PAGES[name], content=text))
     for path in EXAMPLES:
-        text = f"# {path.name}\n\n```py\n{path.read_text()}```\n"
+        text = f"# {path.name}\n\n```{LANGUAGES.get(path.suffix, 'text')}\n{path.read_text()}```\n"
         files.append(File.generated(config, PAGES[f"examples/{path.name}"], content=text))
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Links to files outside docs/ lead to their pages; to any other file they stay, and the build fails."""
-    return re.sub(r"\]\(\.\./([\w./]+)", lambda link: f"]({PAGES.get(link[1], '../' + link[1])}", markdown)
+    return re.sub(r"\]\(\.\./([\w./-]+)", lambda link: f"]({PAGES.get(link[1], '../' + link[1])}", markdown)
 
 
 class AsWritten(Extension):
