@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test quick check golden browser cluster launchers ray install clean
+.PHONY: demo test quick check golden docs release lowest browser cluster launchers ray install clean
 
 demo: install  ## compare strategies on two nodes with a real link of 100 Mbit/s between them
 	$(BIN)/thinwire compare data_parallel "data_parallel(reducer=maxnorm(bits=4))" "data_parallel(reducer=powersgd(rank=4))" local_sgd diloco "daso(warmup_epochs=1, cooldown_epochs=1)" "ab(cutoff=0.3)" "ist(local_steps=32)" "local_parallel(blocks=2)" "pipeline(blocks=2)" "sequence([ab(cutoff=0.3), data_parallel(reducer=maxnorm(bits=4))])" auto --task digits --epochs 10 --ranks 4 --nodes 2 --link 100mbit --seeds 2 --target 95 --baseline alone
@@ -22,10 +22,26 @@ check: install  ## style, types, spelling
 golden: install  ## run every method for a few steps; show what differs from tests/golden/files, and rewrite those
 	$(BIN)/python -m tests.golden
 
-browser:  ## Debian's chromium, with which one test looks at report.html; without it that test is skipped
+docs: install browser  ## the documentation as a site in site/, with links checked, and looked at in a browser
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python -m tests.site_in_browser site
+
+release: install  ## wheel and sdist in dist/, checked, and the wheel tried in a fresh environment outside this folder
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python tools/release.py dist
+
+lowest:  ## the quick tests with the lowest versions that pyproject.toml allows, in an environment of their own
+	$(PYTHON) -m venv --clear .venv-lowest
+	$(PYTHON) tools/lowest.py > .venv-lowest/constraints.txt
+	.venv-lowest/bin/pip install --quiet -c .venv-lowest/constraints.txt -e ".[dev]"
+	.venv-lowest/bin/python -m pytest -n 2 --dist worksteal -m quick
+
+browser:  ## Debian's chromium, which looks at report.html and at the site; without it, that is skipped
 	@command -v chromium > /dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && echo "installing chromium" \
 	&& apt-get update -qq > /dev/null && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium > /dev/null; } \
-	|| echo "chromium cannot be installed here: the test of report.html in a browser will be skipped"
+	|| echo "chromium cannot be installed here: report.html and the site will not be looked at"
 
 cluster: install launchers  ## thinwire under mpirun and under a real Slurm of two nodes, which is started on this machine
 	$(BIN)/python -m pytest tests/cluster
@@ -48,4 +64,4 @@ install: .venv/installed  ## a virtual environment in this checkout; quick when 
 	touch $@
 
 clean:  ## remove the virtual environment and caches
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-lowest site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,6 +1,6 @@
 """The layers of the source, and its import graph by folder.
 
-`python -m tests.architecture` draws the graph into docs/architecture.md.
+`python -m tests.architecture` draws the graph: docs/imports.svg, and the list in docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ import re
 from functools import cache
 from pathlib import Path
 
+from tests.import_picture import picture
+
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "thinwire"
 PAGE = ROOT / "docs" / "architecture.md"
+PICTURE = ROOT / "docs" / "imports.svg"
 FILES = sorted(SOURCE.rglob("*.py"))
 MODULES = {str(path.relative_to(SOURCE).with_suffix("")) for path in FILES}
 
@@ -70,15 +73,22 @@ def graph() -> dict[str, set[str]]:
     return found
 
 
+def _whole() -> dict[str, set[str]]:
+    """The graph without the two modules that begin with everything."""
+    return {one: below for one, below in graph().items() if one not in ("__init__", "__main__")}
+
+
 def drawn() -> str:
-    """The graph as text: arrows that follow from others are left out of the picture, and are in the list."""
-    whole = {one: above for one, above in graph().items() if one not in ("__init__", "__main__")}
-    shown = []
-    for one, others in whole.items():
-        reached = {far for near in others for far in _below(near, whole)}
-        shown += [f"  {one} --> {other}" for other in _ordered(others - reached)]
-    listed = [f"{one:<11}→ {', '.join(_ordered(others)) or '–'}" for one, others in reversed(whole.items())]
-    return "\n".join(["```mermaid", "flowchart TD", *reversed(shown), "```", "", "```text", *listed, "```"])
+    """The graph as a picture; arrows that follow from others are left out of it, and are in the list."""
+    whole = _whole()
+    implied = {one: {far for near in others for far in _below(near, whole)} for one, others in whole.items()}
+    return picture({one: _ordered(others - implied[one]) for one, others in whole.items()})
+
+
+def listed() -> str:
+    """The whole graph as text."""
+    lines = [f"{one:<12} → {', '.join(_ordered(others)) or '–'}" for one, others in reversed(_whole().items())]
+    return "\n".join(["```text", *lines, "```"])
 
 
 def _below(one: str, whole: dict[str, set[str]]) -> set[str]:
@@ -91,11 +101,12 @@ def _ordered(layers: set[str]) -> list[str]:
 
 
 def written(page: str) -> str:
-    """The page with the graph of today."""
+    """The page with the list of today."""
     return re.sub(
-        r"(<!-- import graph: .*? -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}\n{drawn()}\n\n{m[2]}", page, flags=re.S
+        r"(<!-- import graph: .*? -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}\n{listed()}\n\n{m[2]}", page, flags=re.S
     )
 
 
 if __name__ == "__main__":
     PAGE.write_text(written(PAGE.read_text()))
+    PICTURE.write_text(drawn())

@@ -9,7 +9,21 @@ import sys
 from graphlib import TopologicalSorter
 from importlib import import_module
 
-from tests.architecture import FILES, LAYERS, PAGE, SOURCE, graph, imports, layer, name, own, parsed, written
+from tests.architecture import (
+    FILES,
+    LAYERS,
+    PAGE,
+    PICTURE,
+    SOURCE,
+    drawn,
+    graph,
+    imports,
+    layer,
+    name,
+    own,
+    parsed,
+    written,
+)
 from thinwire.comm.base import Comm
 from thinwire.registry.table import TABLE
 
@@ -115,8 +129,9 @@ def test_folders_do_not_import_each_other_in_a_circle() -> None:
 def test_the_page_shows_the_import_graph_of_today() -> None:
     """To draw it again: python -m tests.architecture."""
     page = PAGE.read_text()
-    assert "flowchart" in page
+    assert "cli          → " in page
     assert written(page) == page
+    assert PICTURE.read_text() == drawn()
 
 
 def test_attach_needs_no_terminal_and_no_command_line() -> None:

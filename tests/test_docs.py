@@ -11,9 +11,11 @@ import re
 import runpy
 import shlex
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 import thinwire
 from tests import programs
@@ -126,3 +128,59 @@ def test_the_page_on_speed_shows_what_was_measured(tmp_path: Path, monkeypatch: 
     importlib.import_module("floor_render").render(tmp_path)
     for file in tmp_path.iterdir():
         assert file.read_text() == (ROOT / "docs" / file.name).read_text(), file.name
+
+
+# ---- the site, and what a package index shows
+
+
+def nav_pages(entries: list[dict[str, object]]) -> list[str]:
+    """The pages that a navigation lists, also in its sections."""
+    found: list[str] = []
+    for entry in entries:
+        for target in entry.values():
+            found += [target] if isinstance(target, str) else nav_pages(target)  # type: ignore[arg-type]
+    return found
+
+
+def test_the_site_lists_every_page_once() -> None:
+    listed = nav_pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    made_elsewhere = {"changelog.md", "contributing.md"}
+    assert sorted(listed) == sorted({path.name for path in (ROOT / "docs").glob("*.md")} | made_elsewhere)
+
+
+def test_the_reference_has_every_public_name() -> None:
+    shown = set(re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.M))
+    assert {f"thinwire.{name}" for name in thinwire.__all__} <= shown
+    for name in shown:
+        if not name.startswith("thinwire.integrations"):
+            assert pkgutil.resolve_name(name).__doc__, name
+
+
+def test_choosing_quotes_what_was_measured() -> None:
+    """Its table has figures of results.md and speed.md; after new measurements, change them there."""
+    choosing, results, speed = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("choosing", "results", "speed"))
+    table = choosing.partition("<!-- choosing")[2].partition("<!-- end -->")[0]
+    small = results.partition("## On a CPU, small")[2].partition("### All methods")[2]
+    steps = speed.partition("## On a CPU")[2].partition("**Time of a step")[2].partition("\n**")[0]
+    rows = re.findall(r"^\| (`.+`) \| (.+) \|$", table, re.M)
+    assert len(rows) >= 10
+    for strategy, cells in rows:
+        measured = re.search(rf"^\| \d+\. VGG8, SGD: {re.escape(strategy)} \| (.+) \|$", small, re.M)
+        assert measured, strategy
+        _, points, _, _, _, share, *_ = measured[1].split(" | ")
+        times = re.search(rf"^\| {re.escape(strategy)} \| (.+) \| \S+ \|$", steps, re.M)
+        assert cells.split(" | ") == [share, points, *(times[1].split(" | ") if times else "–––")], strategy
+
+
+def test_what_a_package_index_shows_has_no_links_to_files() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    shown = (ROOT / "README.md").read_text()
+    for change in project["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
+        shown = re.sub(change["pattern"], change["replacement"], shown)
+    assert re.findall(r"\]\((?!https?:)", shown) == []
+    assert "| compression.md | choose a reducer" in shown
+
+
+def test_the_changelog_has_this_version() -> None:
+    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert headings[:2] == ["Unreleased", thinwire.__version__]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from thinwire.surgery.axes.axis import Axis as Axis
     from thinwire.tasks.base import Task as Task
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 # The module of each public name. It is imported on first use, so that `thinwire list` needs no torch.
 _MODULES = {

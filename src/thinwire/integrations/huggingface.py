@@ -55,7 +55,7 @@ class _WithRankFiles(TrainerCallback, ABC):
 class AttachCallback(_WithRankFiles):
     """Gradients are exchanged with one of thinwire's reducers.
 
-    trainer.add_callback(AttachCallback(trainer, "error_feedback(maxnorm(bits=4))"))
+    `trainer.add_callback(AttachCallback(trainer, "error_feedback(maxnorm(bits=4))"))`
     """
 
     exchange: Attached
@@ -71,7 +71,7 @@ class AttachCallback(_WithRankFiles):
 class RoundsCallback(_WithRankFiles):
     """Ranks train separately and average their parameters in rounds: local_sgd, diloco or daso.
 
-    trainer.add_callback(RoundsCallback(trainer, "diloco(every=16)"))
+    `trainer.add_callback(RoundsCallback(trainer, "diloco(every=16)"))`
 
     Ranks also meet at the end of each epoch, and before an evaluation or a checkpoint.
     """

@@ -58,7 +58,7 @@ class _WithRankFiles(DDPStrategy):
 class AttachStrategy(_WithRankFiles):
     """DDP whose gradients are exchanged with one of thinwire's reducers, on CPUs and GPUs.
 
-    trainer = lightning.Trainer(strategy=AttachStrategy("error_feedback(maxnorm(bits=4))"), devices=2)
+    `trainer = lightning.Trainer(strategy=AttachStrategy("error_feedback(maxnorm(bits=4))"), devices=2)`
 
     Other options are those of Lightning's DDPStrategy.
     """
@@ -78,7 +78,7 @@ class AttachStrategy(_WithRankFiles):
 class RoundsStrategy(_WithRankFiles):
     """Ranks train separately and average their parameters in rounds: local_sgd, diloco or daso.
 
-    trainer = lightning.Trainer(strategy=RoundsStrategy("diloco(every=16)"), devices=2)
+    `trainer = lightning.Trainer(strategy=RoundsStrategy("diloco(every=16)"), devices=2)`
 
     Ranks also meet before a validation, before a checkpoint and when training ends, so what is tested and saved is the
     whole model. A step counts when the last of the module's optimizers has made it.
