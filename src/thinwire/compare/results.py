@@ -59,7 +59,8 @@ class Record:
 
     def seconds_to(self, target: float) -> float | None:
         """Training seconds until the metric first reached the target; None if it never did."""
-        summary = self.summary or {"metric": "accuracy"}
+        has_accuracy = any("test_accuracy" in row for row in self.metrics)
+        summary = self.summary or {"metric": "accuracy" if has_accuracy else "loss"}  # of a run that has not finished
         name, sign = f"test_{summary['metric']}", metric_sign(summary)
         rows = [row for row in self.metrics if name in row]
         return next((row["train_seconds"] for row in rows if sign * row[name] >= sign * target), None)
