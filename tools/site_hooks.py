@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from pathlib import Path
 
@@ -12,13 +13,14 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
-EXAMPLES = sorted(path for path in (ROOT / "examples").glob("[!_]*.*"))
+SHOWN = [ROOT / "Dockerfile", *sorted(path for path in (ROOT / "examples").rglob("[!_]*.*") if path.suffix != ".pyc")]
+SHOWN_NAMES = {path.relative_to(ROOT).as_posix(): path for path in SHOWN}  # files that a page shows as they are
 LANGUAGES = {".py": "py", ".sh": "sh", ".sbatch": "sh", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml"}
 PAGES = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
-    **{f"examples/{path.name}": f"examples/{path.name}.md" for path in EXAMPLES},
+    **{name: f"examples/{name.removeprefix('examples/')}.md" for name in SHOWN_NAMES},
 }  # of files outside docs/
 
 
@@ -30,16 +32,23 @@ def on_config(config: MkDocsConfig) -> None:
 def on_files(files: Files, config: MkDocsConfig) -> None:
     """Add pages that are made of files outside docs/."""
     for name in ("CHANGELOG.md", "CONTRIBUTING.md"):
-        text = (ROOT / name).read_text().replace("](docs/", "](")
-        files.append(File.generated(config, PAGES[name], content=text))
-    for path in EXAMPLES:
+        files.append(File.generated(config, PAGES[name], content=(ROOT / name).read_text()))
+    for name, path in SHOWN_NAMES.items():
         text = f"# {path.name}\n\n```{LANGUAGES.get(path.suffix, 'text')}\n{path.read_text()}```\n"
-        files.append(File.generated(config, PAGES[f"examples/{path.name}"], content=text))
+        files.append(File.generated(config, PAGES[name], content=path.read_text() if path.suffix == ".md" else text))
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Links to files outside docs/ lead to their pages; to any other file they stay, and the build fails."""
-    return re.sub(r"\]\(\.\./([\w./-]+)", lambda link: f"]({PAGES.get(link[1], '../' + link[1])}", markdown)
+    made_of = {uri: name for name, uri in PAGES.items() if name != "README.md"}  # the site has a first page of its own
+    here = made_of.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+
+    def to_page(link: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(here), link[1]))
+        uri = PAGES.get(target) or (target.removeprefix("docs/") if target.startswith("docs/") else None)
+        return f"]({posixpath.relpath(uri, posixpath.dirname(page.file.src_uri) or '.')}" if uri else link[0]
+
+    return re.sub(r"\]\((?!\w+:)([\w./-]+)", to_page, markdown)
 
 
 class AsWritten(Extension):
