@@ -18,17 +18,17 @@ from torch.distributed.fsdp import fully_shard
 
 import thinwire as tw
 
-CONTEXT, VOCABULARY, WIDTH = 32, 64, 48
+CONTEXT, VOCABULARY = 32, 64
 
 
 class Block(nn.Module):
     """A transformer block with causal attention."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
@@ -37,9 +37,10 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-def make_model() -> nn.Sequential:
+def make_model(width: int) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *(Block() for _ in range(2)), nn.Linear(WIDTH, VOCABULARY))
+    blocks = [Block(width) for _ in range(2)]
+    return nn.Sequential(nn.Embedding(VOCABULARY, width), *blocks, nn.Linear(width, VOCABULARY))
 
 
 def batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -50,11 +51,11 @@ def batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return text[:, :-1], text[:, 1:]
 
 
-def train(nodes: int, steps: int, reducer: str, rounds_spec: str) -> tuple[list[float], bool, int]:
+def train(nodes: int, steps: int, reducer: str, rounds_spec: str, width: int = 48) -> tuple[list[float], bool, int]:
     """Returns this rank's losses, whether all ranks have ended with the same weights, and the bytes between nodes."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (nodes, ranks // nodes), mesh_dim_names=("nodes", "shards"))
-    model = make_model()
+    model = make_model(width)
     for block in model:
         fully_shard(block, mesh=mesh["shards"])
     fully_shard(model, mesh=mesh["shards"])
@@ -93,9 +94,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--reducer", default="mean")
     parser.add_argument("--rounds", default="")
+    parser.add_argument("--width", type=int, default=48)
     args = parser.parse_args()
     dist.init_process_group("gloo")
-    _, are_equal, sent = train(args.nodes, args.steps, args.reducer, args.rounds)
+    _, are_equal, sent = train(args.nodes, args.steps, args.reducer, args.rounds, args.width)
     if dist.get_rank() == 0:
         print(f"ranks are {'equal' if are_equal else 'NOT equal'}; {sent:,} bytes between nodes", flush=True)
     dist.destroy_process_group()
