@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from tests.training import DEEP, PLAIN, batches, same, sgd, weights
-from tests.worlds import ProcessWorlds, no_grace
+from tests.worlds import ProcessWorlds, mesh_of, no_grace
 from thinwire.comm.base import Comm
 
 FEEDBACK = "error_feedback(maxnorm(bits=4))"
@@ -106,7 +105,7 @@ def test_a_part_goes_on_exactly_from_its_state(process_world: ProcessWorlds, sto
 
 def along_both(comm: Comm, dimensions: list[str]) -> list[Any]:
     """A DDP along each dimension of a mesh, trained in turn; every rank is in one group of each."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of((2, 2), ("dp", "tp"))
     trainings = [Training(mesh[name].get_group(), FEEDBACK, seed=5 + len(name)) for name in dimensions]
     for step in range(6):
         for training in trainings:
@@ -167,7 +166,7 @@ def test_an_error_reaches_the_part_of_its_rank_alone(process_world: ProcessWorld
 
 
 def given_a_group(comm: Comm) -> str:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of((2, 2), ("dp", "tp"))
     ddp = DistributedDataParallel(nn.Linear(2, 2), process_group=mesh["dp"].get_group())
     with pytest.raises(tw.UsageError) as error:
         tw.attach(ddp, "mean", group=mesh["dp"])

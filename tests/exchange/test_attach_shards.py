@@ -9,13 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import thinwire as tw
 from tests.golden import runs
 from tests.training import batches, part, same
-from tests.worlds import ProcessWorlds
+from tests.worlds import ProcessWorlds, mesh_of
 from thinwire.comm.base import Comm
 
 torch.manual_seed(7)
@@ -24,16 +23,16 @@ FEEDBACK = "error_feedback(maxnorm(bits=4))"
 STEPS = 6
 
 
-def mesh_of(dimensions: int) -> Any:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "shards"))
+def mesh_with(dimensions: int) -> Any:
+    mesh = mesh_of((2, 2), ("nodes", "shards"))
     return mesh if dimensions == 2 else mesh["shards"]
 
 
 def sharded(dimensions: int = 1, **options: Any) -> nn.Module:
     model = copy.deepcopy(MODEL)
     for layer in (model[0], model[2]):
-        fully_shard(layer, mesh=mesh_of(dimensions), **options)
-    return fully_shard(model, mesh=mesh_of(dimensions), **options)
+        fully_shard(layer, mesh=mesh_with(dimensions), **options)
+    return fully_shard(model, mesh=mesh_with(dimensions), **options)
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
@@ -115,8 +114,8 @@ def beginning(comm: Comm, case: str) -> bool:
     torch.manual_seed(comm.rank if case == "other weights" else 0)
     model: Any = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 1), nn.Linear(1, 3))  # a layer of one row
     for layer in (model[0], model[2]):
-        fully_shard(layer, mesh=mesh_of(1))
-    fully_shard(model, mesh=mesh_of(1))
+        fully_shard(layer, mesh=mesh_with(1))
+    fully_shard(model, mesh=mesh_with(1))
     if case == "after a forward pass":
         model(torch.ones(2, 6))
     attached = tw.attach(model, FEEDBACK)

@@ -10,13 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from tests.training import MODELS, batches, part, same, sgd, weights
-from tests.worlds import ProcessWorlds, World, worlds
+from tests.worlds import ProcessWorlds, World, mesh_of, worlds
 from thinwire.comm.base import Comm
 
 SPECS = [
@@ -154,7 +153,7 @@ def test_whatever_else_the_loop_does_ranks_meet(process_world: ProcessWorlds) ->
 
 
 def node_mesh(comm: Comm) -> Any:
-    return init_device_mesh("cpu", (comm.size // 2, 2), mesh_dim_names=("nodes", "shards"))["shards"]
+    return mesh_of((comm.size // 2, 2), ("nodes", "shards"))["shards"]
 
 
 def on_nodes(comm: Comm, kind: str, spec: str, stop: int | None = None) -> tuple[dict[str, Tensor], int]:
@@ -301,7 +300,7 @@ def test_rounds_that_are_closed_leave_no_group(world: World, ranks: int) -> None
 
 
 def refused(comm: Comm, case: str) -> str:
-    mesh = init_device_mesh("cpu", (2, comm.size // 2), mesh_dim_names=("nodes", "shards"))
+    mesh = mesh_of((2, comm.size // 2), ("nodes", "shards"))
     net: nn.Module = model()
     spec = "diloco"
     if case == "one replica":

@@ -10,14 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from tests.training import MODELS, batches, part, same, weights
-from tests.worlds import ProcessWorlds, World, no_grace, worlds
+from tests.worlds import ProcessWorlds, World, mesh_of, no_grace, worlds
 from thinwire.comm.base import Comm
 from thinwire.errors import PeerLost
 
@@ -103,7 +102,7 @@ def in_split_world(comm: Comm, specs: list[str], stop: int | None = None) -> Any
 
 def in_groups(comm: Comm, specs: list[str], stop: int | None = None) -> Any:
     """The same with torch's groups, of which one rank has a process group and another the dimension of a mesh."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of((2, 2), ("dp", "tp"))
     spec, seed = specs[comm.rank % 2], comm.rank % 2
     group: Any = mesh["dp"].get_group() if comm.rank < 2 else mesh["dp"]
     return Loop(plain, spec, tw.Shard(comm.rank // 2, 2), seed, group=group).run(stop) if spec else None
@@ -144,7 +143,7 @@ def test_a_part_goes_on_exactly_from_its_state(process_world: ProcessWorlds, sto
 
 def along_both(comm: Comm, dimensions: list[str]) -> list[Result]:
     """A model along each dimension of a mesh, trained in turn; every rank is in one group of each."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of((2, 2), ("dp", "tp"))
     loops = {n: Loop(plain, FEEDBACK, tw.Shard(comm.rank, 4), ord(n[0]), group=mesh[n]) for n in dimensions}
     for epoch in range(EPOCHS):
         for number in range(STEPS):
@@ -178,7 +177,7 @@ def test_rounds_that_are_closed_close_no_others(world: World, ranks: int) -> Non
 
 def one_fails(comm: Comm) -> Any:
     """Rank 0 leaves in the third step; rank 2 is its only peer."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of((2, 2), ("dp", "tp"))
     loop = Loop(plain, "local_sgd(every=1)", tw.Shard(comm.rank // 2, 2), comm.rank % 2, group=mesh["dp"])
     for number in range(STEPS):
         if (comm.rank, number) == (0, 2):
@@ -231,7 +230,7 @@ def test_a_part_of_several_nodes_with_a_ddp_each(process_world: ProcessWorlds) -
 def on_mesh(comm: Comm, kind: str, what: str, shape: list[int], with_group: bool) -> Any:
     """A mesh of two dimensions, or of three: then each index of the first is a part of its own, with its own data."""
     names = ("pp", "dp", "local")[3 - len(shape) :]
-    mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=names)
+    mesh = mesh_of(tuple(shape), names)
     size = shape[-1] * shape[-2]
 
     def make() -> tuple[nn.Module, nn.Module]:
@@ -289,7 +288,7 @@ def test_each_part_of_a_mesh_of_three_dimensions_is_a_world_of_its_own(
 
 
 def refused(comm: Comm, case: str) -> str:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of((2, 2), ("dp", "tp"))
     about: Any = {"group": dist.new_group([0, 1])}
     net: nn.Module = nn.Linear(2, 2)
     if case == "both":
