@@ -110,7 +110,13 @@ def test_the_dockerfile_copies_what_exists_and_what_an_installation_needs() -> N
     lines = [line.split() for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.startswith("#")]
     copied = {Path(source) for line in lines if line[0] == "COPY" for source in line[1:-1]}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    needed = {project["project"]["readme"], *project["project"]["license-files"], "pyproject.toml", "constraints.txt"}
+    readme = project["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["fragments"]
+    needed = {
+        *(part["path"] for part in readme),
+        *project["project"]["license-files"],
+        "pyproject.toml",
+        "constraints.txt",
+    }
     assert {str(path) for path in copied} == {*needed, "src"}
     sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     for path in copied:

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,9 +37,10 @@ COLUMNS = ("test_accuracy", "test_loss", "train_loss", "wire_bytes", "training_b
 TWO_NODES = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # as a torchrun on each of two machines sets them
 
 
-def environment(folder: Path) -> dict[str, str]:
+def environment() -> dict[str, str]:
     path = f"{programs.ROOT / 'src'}:{programs.ROOT}"
-    return {**os.environ, "PYTHONPATH": path, "COLUMNS": "200", "TMPDIR": str(folder)}
+    short = tempfile.mkdtemp(prefix="machine-", dir=os.environ["TMPDIR"])  # paths of sockets may have 107 characters
+    return {**os.environ, "PYTHONPATH": path, "COLUMNS": "200", "TMPDIR": short}
 
 
 def start_ranks(
@@ -53,7 +55,7 @@ def start_ranks(
         ranks.append(
             subprocess.Popen(
                 [*python, "-m", "thinwire", *arguments, *(own or {}).get(rank, ())], cwd=folder, text=True,
-                env={**environment(folder), **world}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                env={**environment(), **world}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 start_new_session=True,
             )
         )  # fmt: skip
@@ -87,7 +89,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("own")
     asked = ["compare", *SPECS, "--ranks", "2", *BRIEF[:-1], "alone", "--out", "cmp"]
     command = [*programs.PYTHON, "-m", "thinwire", *asked]
-    done = subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return folder / "cmp"
 
@@ -95,7 +97,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_torchrun_gets_the_results_of_thinwires_own_ranks(own: Path, tmp_path: Path) -> None:
     ranks = [*programs.PYTHON, "-m", "thinwire", "compare", *SPECS, *BRIEF[:-1], "alone", "--out", "cmp"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    env = environment(tmp_path)
+    env = environment()
     done = subprocess.run([*torchrun, *ranks], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     here = tmp_path / "cmp"

@@ -351,3 +351,13 @@ def test_a_full_disk_is_one_message_and_loses_nothing(tmp_path: Path) -> None:
     assert "free some space and --resume" in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout.split()[0].startswith("step-"), "no scraps, and a checkpoint is there"
+
+
+def test_a_folder_whose_name_is_too_long_for_sockets_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 110)
+    folder.mkdir()
+    command = [*programs.PYTHON, "-m", "thinwire", "train", "--ranks", "2", "--out", str(tmp_path / "run")]
+    done = subprocess.run(command, env={**FAST, "TMPDIR": str(folder)}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "set TMPDIR to a shorter one" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

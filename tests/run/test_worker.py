@@ -569,12 +569,12 @@ def test_a_crash_between_the_ranks_writes_does_not_spoil_the_run(process_world: 
 
 def randomness(comm: Comm, folder: str) -> Any:
     run = Run(RunConfig(task="tests.user_task:noisy", out=f"{folder}/{comm.rank}"), comm, torch.device("cpu"))
-    zeros = torch.zeros(2, 1, 8, 8)
-    noise = [run._transformed(zeros)]
+    batch = torch.zeros(2, 1, 8, 8), torch.zeros(2)
+    noise = [run._transformed(batch)[0]]
     run._advance(batch=1)
-    noise.append(run._transformed(zeros))
+    noise.append(run._transformed(batch)[0])
     run._advance(batch=0, epoch=1)
-    noise.append(run._transformed(zeros))
+    noise.append(run._transformed(batch)[0])
     return torch.rand(1).item(), random.random(), [n.sum().item() for n in noise]
 
 

@@ -20,7 +20,7 @@ from thinwire.comm.addresses import AUTO, addresses_of
 from thinwire.comm.world import place
 from thinwire.common.files import scratch_folder
 from thinwire.config import RunConfig
-from thinwire.errors import Stopped
+from thinwire.errors import Stopped, UsageError
 from thinwire.launch.failures import Failure, first_cause
 from thinwire.netlab import Host, Lab
 from thinwire.run.network import LinkReport, check_link
@@ -75,6 +75,13 @@ def start_fork_server() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: only the launcher handles Ctrl-C
     try:
         forkserver.ensure_running()
+    except OSError as error:
+        if "AF_UNIX path too long" not in str(error):
+            raise
+        raise UsageError(
+            f"the folder for temporary files, {tempfile.gettempdir()}, has too long a name for a socket; set TMPDIR to "
+            "a shorter one, as TMPDIR=/tmp"
+        ) from None
     finally:
         signal.signal(signal.SIGINT, before)
 
