@@ -34,7 +34,7 @@ def rendezvous(world: World, iface: str = AUTO) -> dist.Store:
     """
     if world.size == 1:
         return dist.HashStore()
-    if iface != AUTO and world.local_size == world.size and "MASTER_ADDR" not in os.environ:
+    if iface != AUTO and world.local_size == world.size and not os.environ.get("MASTER_ADDR"):
         world = replace(world, address=addresses_of(iface)[0])  # all ranks are on this machine
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     within = os.environ.get(JOIN_VARIABLE, "world")
