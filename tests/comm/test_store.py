@@ -171,3 +171,11 @@ def test_a_rank_that_waits_at_an_address_of_this_machine_alone_says_so(
         rendezvous(world("127.0.0.1", port=port))
     said = capfd.readouterr().err
     assert f"rank 0 is waiting at 127.0.0.1:{port} for all 2 ranks; 127.0.0.1 reaches this machine alone" in said
+
+
+def test_a_second_join_with_another_interface_uses_the_store_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = int(free_port("127.0.0.1"))
+    monkeypatch.setattr(store, "JOIN_SECONDS", 0.2)
+    for iface in ("lo", "auto", "lo"):
+        with pytest.raises(RunError, match="did not meet all 2 ranks"):  # not: the address is in use
+            rendezvous(world("127.0.0.1", port=port), iface)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -11,23 +12,28 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
 
 from tests import programs
+from tests.comm.test_addresses import LAN, OWN
 from tests.comm.test_store import free_port
 from tests.launch.test_launch import session_members
 from tests.run.test_worker import same_files
 from thinwire.comm import reach
 from thinwire.comm.world import World
+from thinwire.compare import in_world
 from thinwire.compare.comparison import WorldShape, open_comparison
+from thinwire.config import RunConfig
 from thinwire.errors import UsageError
 from thinwire.launch import world_ranks
 from thinwire.launch.failures import Failure, WorldLost, cause_of, first_of
-from thinwire.run.records import read_rows
+from thinwire.run.network import LinkReport
+from thinwire.run.records import RunFolder, read_rows
 
 pytestmark = pytest.mark.usefixtures("program_server")
 
@@ -44,14 +50,25 @@ def environment() -> dict[str, str]:
 
 
 def start_ranks(
-    folders: Sequence[Path], *arguments: str, python: Sequence[str] = programs.PYTHON, own: dict[int, Any] | None = None
-) -> list[subprocess.Popen[str]]:
-    """Rank by rank, the command on two nodes of one rank each; `own` has further arguments of some ranks."""
+    folders: Sequence[Path], *arguments: str, python: Sequence[str] = programs.PYTHON,
+    own: dict[int, Any] | None = None, env: dict[str, str] | None = None,
+) -> list[subprocess.Popen[str]]:  # fmt: skip
+    """Rank by rank, the command on two nodes of one rank each; `own` has further arguments of some ranks.
+
+    `env` has variables that differ from those of two nodes.
+    """
     port = free_port("127.0.0.1")
     ranks = []
     for rank, folder in enumerate(folders):
         folder.mkdir(exist_ok=True)
-        world = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **TWO_NODES}
+        world = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            **TWO_NODES,
+            **(env or {}),
+        }
         ranks.append(
             subprocess.Popen(
                 [*python, "-m", "thinwire", *arguments, *(own or {}).get(rank, ())], cwd=folder, text=True,
@@ -180,6 +197,22 @@ def test_ctrl_c_ends_all_ranks_and_keeps_what_is_finished(tmp_path: Path) -> Non
     assert [row["seeds"] for row in rows] == [[0], []]
 
 
+def test_an_interface_is_for_the_store_the_link_and_the_runs_and_may_differ_between_nodes(tmp_path: Path) -> None:
+    asked = ("compare", SPECS[0], "--task", "synthetic", *BRIEF)
+    lan = OWN[LAN[0]] if LAN else "lo"
+    one_node = {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": ""}
+    met = ends(start_ranks([tmp_path] * 2, *asked, "--out", "one", "--iface", lan, env=one_node))
+    assert [code for code, _, _ in met] == [0, 0], met
+    nowhere = {"GLOO_SOCKET_IFNAME": "eth77"}  # what joins without --iface fails
+    own = {0: ["--iface", "lo"], 1: ["--iface", lan]}
+    two = ends(start_ranks([tmp_path] * 2, *asked, "--out", "two", own=own, env=nowhere))
+    assert [code for code, _, _ in two] == [0, 0], two
+    assert "measured: " in two[0][2]
+    refused = ends(start_ranks([tmp_path] * 2, *asked, "--iface", "eth77"))
+    assert [code for code, _, _ in refused] == [2, 2]
+    assert all("--iface eth77: it is no interface on this machine" in err for _, _, err in refused)
+
+
 @pytest.mark.parametrize(
     ("arguments", "own_arguments", "message"),
     [
@@ -230,24 +263,76 @@ def test_the_baseline_needs_as_many_ranks_on_every_node(tmp_path: Path) -> None:
         open_comparison(["data_parallel"], {**options, "baseline": "alone"}, uneven)
 
 
-class Alone(world_ranks.WorldRanks):
-    """Rank 0, whose peer never comes."""
+class OfTwo(world_ranks.WorldRanks):
+    """A rank of two, with a store in this process."""
 
-    def __init__(self) -> None:
-        self.world = World(0, 2, 0, 1, "127.0.0.1", 0, "torchrun")
-        self.store = dist.HashStore()
+    def __init__(self, store: dist.Store, rank: int = 0) -> None:
+        self.world = World(rank, 2, 0, 1, "127.0.0.1", 0, "torchrun")
+        self.store, self.address = store, "127.0.0.1"
         self.num_orders = self.num_gathers = 0
 
 
 def test_a_rank_of_the_world_that_is_gone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world_ranks, "ANSWER_SECONDS", 0.05)
     monkeypatch.setattr(reach, "LEAVE_SECONDS", 0.05)
-    ranks = Alone()
+    ranks = OfTwo(dist.HashStore())
     with pytest.raises(WorldLost, match="rank 1 has not answered"):
         ranks.gather("here")
     ranks.leave("stopped by SIGTERM")
     with pytest.raises(WorldLost, match="rank 0 left: stopped by SIGTERM"):
         ranks.gather("here")
+
+
+def end_late_on_rank_0(payload: dict[str, Any]) -> None:
+    """A rank's process: that of rank 0 ends after the other, as when it writes a large model."""
+    time.sleep(2.0 if payload["rank"] == 0 else 0.0)
+    Path(payload["outcome"]).write_text('{"result": null}')
+
+
+def test_ranks_wait_for_one_whose_process_still_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world_ranks, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(world_ranks, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(world_ranks, "rank_process", end_late_on_rank_0)
+    forked = multiprocessing.get_context("fork")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: forked)
+    store = dist.HashStore()
+    order = {"program": "sleep", "config": {}, "link": []}
+
+    def perform(rank: int) -> list[dict[str, Any]]:
+        time.sleep(0.5 * rank)  # one after the other: a fork copies what is open, also the other process's sentinel
+        return OfTwo(store, rank)._perform(order, None)
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(perform, range(2))) == [[{"result": None}] * 2] * 2
+
+
+def test_the_link_is_measured_if_the_baseline_may_still_run(tmp_path: Path) -> None:
+    shape = WorldShape(launcher="srun", ranks_by_node=[1, 1])
+    comparison = open_comparison(["data_parallel"], {"out": tmp_path / "cmp", "seeds": 1}, shape)
+    RunFolder(tmp_path / "cmp" / comparison.jobs[0].place).save_summary({})
+    assert comparison.baseline is None
+    asked: list[str] = []
+
+    class Ranks:
+        nodes = (0, 1)
+
+        def run(self, config: RunConfig, link: LinkReport, file: Path | None, program: str = "train") -> Any:
+            asked.append(f"{program} {link.state}")
+            return [False, "measured", 90.0, 0.3]
+
+    with in_world._ranks(cast(world_ranks.WorldRanks, Ranks()), comparison) as start:
+        start(comparison.config, tmp_path)
+    assert asked == ["measure_link None", "train measured"]
+
+
+def test_the_interface_may_change_with_a_resume_and_is_in_its_command(tmp_path: Path) -> None:
+    here = WorldShape(launcher="srun", ranks_by_node=[2, 2])
+    comparison = open_comparison(["data_parallel"], {"out": tmp_path / "cmp", "iface": "lo"}, here)
+    assert comparison.resume_command.endswith(" --resume --iface lo")
+    comparison.save()
+    again = {"out": tmp_path / "cmp", "resume": True}
+    assert open_comparison([], in_world._restarted(again), here).config.iface == "auto", "ranks have met by this one"
+    assert open_comparison([], {**again, "iface": "wire"}, here).config.iface == "wire"
 
 
 def test_the_first_cause_is_not_the_rank_that_lost_another() -> None:

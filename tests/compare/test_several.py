@@ -100,6 +100,17 @@ def test_results_of_other_settings_are_shown_and_not_compared(tmp_path: Path) ->
     assert "–" in drawn(results)
 
 
+def test_runs_of_so_many_steps_are_compared_only_with_runs_of_as_many(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("a", "b", "c")]
+    for folder, steps in zip(folders, (100, 1000, 100), strict=True):
+        write_run(RunFolder(folder), PLAIN, 0)
+        RunFolder(folder).save_config(RunConfig(strategy=PLAIN, ranks=4, steps=steps, model="mlp"))
+    different = read_several(folders[:2], tmp_path / "out")
+    assert not different.is_comparable
+    assert "steps is 100 in a, 1000 in b" in different.notes[0]
+    assert read_several(folders[::2], tmp_path / "out").is_comparable
+
+
 def test_folders_that_cannot_be_in_one_report(links: list[Path], tmp_path: Path) -> None:
     compare(tmp_path / "other", [PLAIN], (0,), task="mnist")
     compare(tmp_path / "words", [PLAIN], (0,), metric="loss")

@@ -25,6 +25,7 @@ RESOLVE_SECONDS = 60  # names of containers may be unknown for a while; one that
 WAIT_QUIETLY_SECONDS = 10  # before a rank prints that it waits for others
 JOIN_VARIABLE = "THINWIRE_JOIN"  # set for processes that join in place of others: a name for the keys of this join
 _joins = itertools.count()
+_stores: dict[World, dist.Store] = {}  # kept for the life of the process
 
 
 def rendezvous(world: World, iface: str = AUTO) -> dist.Store:
@@ -34,7 +35,7 @@ def rendezvous(world: World, iface: str = AUTO) -> dist.Store:
     """
     if world.size == 1:
         return dist.HashStore()
-    if iface != AUTO and world.local_size == world.size and "MASTER_ADDR" not in os.environ:
+    if iface != AUTO and world.local_size == world.size and not os.environ.get("MASTER_ADDR"):
         world = replace(world, address=addresses_of(iface)[0])  # all ranks are on this machine
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     within = os.environ.get(JOIN_VARIABLE, "world")
@@ -44,7 +45,7 @@ def rendezvous(world: World, iface: str = AUTO) -> dist.Store:
     notice.daemon = True
     notice.start()
     try:
-        store = dist.PrefixStore(f"thinwire/{attempt}/{within}/{next(_joins)}", _open_store(world, iface))
+        store = dist.PrefixStore(f"thinwire/{attempt}/{within}/{next(_joins)}", _store_of(world, iface))
         store.set(f"here/{world.rank}", "")
         store.wait([f"here/{rank}" for rank in range(world.size)], datetime.timedelta(seconds=JOIN_SECONDS))
         return store
@@ -59,9 +60,15 @@ def rendezvous(world: World, iface: str = AUTO) -> dist.Store:
         notice.cancel()
 
 
-@functools.cache
+def _store_of(world: World, iface: str) -> dist.Store:
+    """The store that this process uses for a world; a later join uses it again, also one with another interface."""
+    if world not in _stores:
+        _stores[world] = _open_store(world, iface)
+    return _stores[world]
+
+
 def _open_store(world: World, iface: str) -> dist.Store:
-    """The launcher's store if it has one, else one that rank 0 opens; kept for the life of the process."""
+    """The launcher's store if it has one, else one that rank 0 opens."""
     is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     timeout = datetime.timedelta(seconds=JOIN_SECONDS)
     if world.rank or is_hosted:

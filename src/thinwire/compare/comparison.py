@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from thinwire.comm.addresses import AUTO
 from thinwire.common.files import write_text
 from thinwire.common.messages import say
 from thinwire.compare import baseline
@@ -22,7 +23,17 @@ from thinwire.run.network import check_network
 from thinwire.run.records import RunFolder, is_free
 from thinwire.spec import parse
 
-CHANGEABLE = {"out", "resume", "target", "baseline", "data", "strict", "keep", "restarts"}  # options, with --resume
+CHANGEABLE = {
+    "out",
+    "resume",
+    "target",
+    "baseline",
+    "data",
+    "strict",
+    "keep",
+    "restarts",
+    "iface",
+}  # options, with --resume
 
 
 class Job(NamedTuple):
@@ -121,7 +132,8 @@ class Comparison:
 
     @property
     def resume_command(self) -> str:
-        return _resume_command(self.folder, self.world)
+        iface = f" --iface {self.config.iface}" if self.world and self.config.iface != AUTO else ""
+        return _resume_command(self.folder, self.world) + iface
 
 
 def open_comparison(specs: list[str], options: dict[str, Any], world: WorldShape | None = None) -> Comparison:

@@ -10,30 +10,34 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from thinwire.comm.addresses import AUTO
 from thinwire.comm.world import World
 from thinwire.common.messages import print_line
 from thinwire.compare.comparison import Comparison, WorldShape, open_comparison
 from thinwire.compare.results import Results
 from thinwire.compare.runner import Start, do_comparison
 from thinwire.errors import Stopped, ThinwireError, UsageError
-from thinwire.launch.launcher import stopped_by_signals
+from thinwire.launch.launcher import check_interface, stopped_by_signals
 from thinwire.launch.world_ranks import LAST_SECONDS, WorldRanks
 from thinwire.run.network import LinkReport
 from thinwire.run.tables import measured_words
 
-OWN = ("data",)  # options that may differ between machines
+OWN = ("data", "iface")  # options that may differ between machines
 NOT_HERE = ("ranks", "nodes", "link")  # options that are about ranks which thinwire starts itself
 
 
 def compare_in_world(specs: list[str], options: dict[str, Any], world: World) -> Results | None:
     """Do a comparison as one rank of a world. Rank 0 gets the results; the others get None, or end with its code."""
+    iface = str(options.get("iface", AUTO))
+    check_interface(iface, world)
     with stopped_by_signals():
-        ranks = WorldRanks(world)
+        ranks = WorldRanks(world, iface)
         shared = {name: str(value) for name, value in sorted(options.items()) if name not in OWN}
         asked = ranks.gather([specs, shared])
         if world.rank == 0:
             return _lead(ranks, specs, options, asked)
-        _follow(ranks, {name: str(options[name]) for name in OWN if options.get(name) is not None})
+        own = {name: str(options[name]) for name in OWN if options.get(name) is not None}
+        _follow(ranks, {"iface": AUTO, **own})
         return None
 
 
@@ -86,16 +90,21 @@ def _check(world: World, options: dict[str, Any], asked: list[Any]) -> None:
 
 
 def _restarted(options: dict[str, Any]) -> dict[str, Any]:
-    """The options; if the launcher has started the ranks again, what they have done is resumed."""
+    """The options; if the launcher has started the ranks again, what they have done is resumed.
+
+    The interface is not that of the comparison which is resumed: the ranks have met without knowing it.
+    """
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and "out" in options
-    return {**options, "resume": True} if again else options
+    found = {**options, "resume": True} if again else options
+    return {"iface": AUTO, **found} if found.get("resume") else found
 
 
 @contextmanager
 def _ranks(ranks: WorldRanks, comparison: Comparison) -> Iterator[Start]:
     """The ranks of the world, once the link between its nodes is measured."""
     link = LinkReport()
-    if len(set(ranks.nodes)) > 1 and any(not comparison.is_finished(job) for job in comparison.jobs):
+    may_run = comparison.baseline is None or any(not comparison.is_finished(job) for job in comparison.jobs)
+    if len(set(ranks.nodes)) > 1 and may_run:
         link = LinkReport(
             *ranks.run(comparison.config.run("", 0, comparison.folder, False), link, None, "measure_link")
         )

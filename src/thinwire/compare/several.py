@@ -95,7 +95,8 @@ def _training(part: Results) -> dict[str, Any]:
     run = RunFolder(record.folder)
     config = run.load_config().model_dump() if run.config.exists() else {}
     summary = part.example or {}
-    return {name: config.get(name, summary.get(name)) for name in TRAINED}
+    asked_steps = {"steps": config.get("steps")}  # those of the summary are what became of any length
+    return {name: config.get(name, summary.get(name)) for name in TRAINED} | asked_steps
 
 
 def _place(part: Results) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def world_to_join(config: RunConfig) -> World | None:
 
 def check_as_rank(config: RunConfig, world: World) -> None:
     """Raise UsageError on rank 0 for settings that this world cannot have; the other ranks exit without a message."""
-    _check_interface(config, world)
+    check_interface(config.iface, world)
     try:
         check_names(config)
         if config.ranks not in (None, world.size):
@@ -63,11 +63,11 @@ def check_as_rank(config: RunConfig, world: World) -> None:
         raise
 
 
-def _check_interface(config: RunConfig, world: World) -> None:
+def check_interface(iface: str, world: World) -> None:
     """Raise UsageError on the first rank of a machine that has no such interface. Other machines may have it."""
     try:
-        if config.iface != AUTO:
-            addresses_of(config.iface)
+        if iface != AUTO:
+            addresses_of(iface)
     except UsageError:
         if world.local_rank > 0:
             sys.exit(2)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import wait as wait_for
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from thinwire.comm.reach import leave_store
 from thinwire.comm.world import World, node_key, number_nodes
@@ -43,38 +43,51 @@ Order = dict[str, Any]
 class WorldRanks:
     """This rank of the world, which has met the others. Rank 0 leads with `run` and `end`; the others `follow`."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, iface: str) -> None:
         from thinwire.comm.store import rendezvous
 
         self.world = world
         start_fork_server()  # which imports while ranks meet
-        self.store: Any = rendezvous(world)
+        self.store = cast(Any, rendezvous(world, iface))
+        self.address = str(self.store.underlying_store.host)  # of the store, as this rank reaches it
         self.num_orders = self.num_gathers = 0
         self.nodes = number_nodes([tuple(key) for key in self.gather(node_key(world))])
 
     # ---- what ranks tell each other
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's JSON value, on every rank. Collective."""
+        """Every rank's JSON value, on every rank. Collective. A rank whose process still works is waited for."""
         self.num_gathers += 1
         name = f"gather/{self.num_gathers}"
         self.store.set(f"{name}/{self.world.rank}", json.dumps(value))
-        return [self._read(f"{name}/{rank}", ANSWER_SECONDS) for rank in range(self.world.size)]
+        return [self._read(f"{name}/{rank}", rank) for rank in range(self.world.size)]
 
-    def _read(self, key: str, seconds: float = float("inf")) -> Any:
-        """The JSON value of a key, once there is one. Signals interrupt it, which torch's own waiting would put off."""
-        end, pause = time.monotonic() + seconds, 0.01
+    def _read(self, key: str, rank: int | None = None) -> Any:
+        """The JSON value of a key, once there is one. Signals interrupt it, which torch's own waiting would put off.
+
+        With `rank`, that rank sets it, and is lost if it shows no sign of life for `ANSWER_SECONDS`.
+        """
+        seen, since, pause = 0, time.monotonic(), 0.01
         while not self._has(key):
             self._check_all_here()
-            if time.monotonic() > end:
-                raise WorldLost(f"rank {key.rpartition('/')[2]} has not answered for {seconds:.0f} s")
+            if rank is not None and (signs := self._signs_of_life(rank)) != seen:
+                seen, since = signs, time.monotonic()
+            if rank is not None and time.monotonic() > since + ANSWER_SECONDS:
+                raise WorldLost(f"rank {rank} has not answered for {ANSWER_SECONDS:.0f} s")
             time.sleep(pause)
             pause = min(POLL_SECONDS, 1.5 * pause)
         return json.loads(self.store.get(key))
 
+    def _signs_of_life(self, rank: int, more: int = 0) -> int:
+        """How often a rank has said that its process still works."""
+        return int(self._ask(lambda: self.store.add(f"alive/{rank}", more)))
+
     def _has(self, key: str) -> bool:
+        return bool(self._ask(lambda: self.store.check([key])))
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
         try:
-            return bool(self.store.check([key]))
+            return question()
         except RuntimeError as error:
             raise WorldLost(f"rank {self.world.rank} lost the store of rank 0 ({str(error).splitlines()[0]})") from None
 
@@ -157,7 +170,8 @@ class WorldRanks:
         from thinwire.comm.store import JOIN_VARIABLE
 
         with scratch_folder() as scratch:
-            env = {"TORCHELASTIC_USE_AGENT_STORE": "True", JOIN_VARIABLE: run}  # a store is there, with other keys
+            # A store is there, with other keys.
+            env = {"TORCHELASTIC_USE_AGENT_STORE": "True", JOIN_VARIABLE: run, "MASTER_ADDR": self.address}
             payload = {
                 "program": order["program"], "config": config.model_dump(mode="json"), "link": order["link"],
                 "progress_file": progress_file and str(progress_file), "env": env, "parent": os.getpid(),
@@ -168,6 +182,7 @@ class WorldRanks:
             try:
                 while not wait_for([process.sentinel], POLL_SECONDS):
                     self._check_all_here()
+                    self._signs_of_life(self.world.rank, more=1)
                     if self._has(f"{run}/failed"):
                         return {}  # on another rank
                 process.join()

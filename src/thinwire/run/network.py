@@ -127,6 +127,6 @@ def measure_link(config: RunConfig, link: LinkReport, progress_file: Path | None
     from thinwire.comm.link_probe import measure_ring
     from thinwire.run.startup import use_device
 
-    with join(device=use_device(config, find_world())) as comm:
+    with join(device=use_device(config, find_world()), iface=config.iface) as comm:
         found = measure_ring(comm, MEASURE_SECONDS)
         return list(LinkReport(False, "measured", *found) if found and len(set(comm.nodes)) > 1 else LinkReport())
