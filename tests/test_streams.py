@@ -148,3 +148,42 @@ def test_random_samples_depend_on_the_batch_alone() -> None:
 def test_a_stream_without_enough_samples_has_no_batch() -> None:
     assert isinstance(tw.loader(Numbers(2), Shard(0, 3), 4), StreamLoader)
     assert read(tw.loader(Numbers(2), Shard(0, 3), 4)) == []
+
+
+def masked(samples: list[Any]) -> tuple[np.ndarray, dict[str, float]]:
+    """A batch of arrays, with random numbers of every generator, as masks of words are."""
+    return np.array([int(sample[0]) for sample in samples]), {"mask": torch.rand(1).item() + random.random()}
+
+
+class Counted(Dataset[tuple[int, float]]):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return index, 0.0
+
+
+class Counting(IterableDataset[tuple[int, float]]):
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        yield from ((index, 0.0) for index in range(24))
+
+
+@pytest.mark.parametrize("dataset", [Counted(), Counting()])
+def test_what_a_collate_fn_draws_and_returns_depends_on_the_batch_alone(dataset: Any) -> None:
+    def batches(epoch: int = 1, start: int = 0, shard: int = 0, **options: Any) -> list[Any]:
+        torch.rand(int(torch.randint(1, 9, ())))  # the training draws something
+        state = torch.get_rng_state()
+        loader = tw.loader(dataset, Shard(shard, 2), 3, collate_fn=masked, **options)
+        found = list(loader.batches(epoch, start))
+        assert torch.equal(torch.get_rng_state(), state), "nothing is drawn from the training's generators"
+        assert all(type(batch) is tuple and isinstance(batch[0], np.ndarray) for batch in found)
+        return [(indices.tolist(), extra) for indices, extra in found]
+
+    whole = batches()
+    assert len({extra["mask"] for _, extra in whole}) == 4
+    for num_workers in (0, 1, 2):
+        assert batches(num_workers=num_workers) == whole
+        assert batches(start=2, num_workers=num_workers) == whole[2:]
+    masks = {extra["mask"] for _, extra in whole}
+    for others in (batches(epoch=2), batches(shard=1), batches(seed=1)):
+        assert not masks & {extra["mask"] for _, extra in others}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
@@ -193,6 +194,28 @@ def test_a_tracker_that_fails_is_given_up_with_one_warning(
     alone(**SETTINGS, out=tmp_path / "run", track="tensorboard")
     assert same_files(tmp_path / "plain", tmp_path / "run")
     assert capsys.readouterr().err.count("warning: --track tensorboard failed (ConnectionError: the disk is full)") == 1
+
+
+@pytest.mark.timeout(60)
+def test_a_disk_that_is_full_does_not_stop_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also if the package writes in a thread of its own."""
+    with same_environment():
+        from tensorboardX.record_writer import RecordWriter
+
+    write, count = RecordWriter.write, 0
+
+    def fill(writer: Any, data: bytes) -> None:
+        nonlocal count
+        count += 1
+        if count > 30:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(writer, data)
+
+    monkeypatch.setattr(RecordWriter, "write", fill)
+    alone(**SETTINGS, out=tmp_path / "run", track="tensorboard")
+    assert capsys.readouterr().err.count("warning: --track tensorboard failed (OSError") == 1
 
 
 def test_a_run_that_failed_before_its_first_checkpoint_leaves_nothing_for_trackers(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections import UserDict
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from tests.strategies.test_laws import STRATEGIES
 from tests.training import MODELS, PLAIN, batches, part, same, seeded, trainer, weights
 from tests.worlds import World, on_threads, worlds
 from thinwire.comm.base import Comm
+from thinwire.run.states import pack, unpack
 
 CUTTING = ("local_parallel", "pipeline")  # pass one tensor from block to block
 WHOLE = [spec for spec in STRATEGIES if spec not in CUTTING]
@@ -193,22 +195,47 @@ def test_parts_are_means_over_micro_batches() -> None:
 # ---- states
 
 
+class Encoding(UserDict[str, Any]):
+    """As what a tokenizer returns: keys are attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "data" or name not in self.data:
+            raise AttributeError(name)
+        return self.data[name]
+
+
+KEPT: dict[str, tuple[Any, Any]] = {
+    "dict": (lambda x, y: {"x": x, "y": {"label": y}}, of_model),
+    "mapping": (lambda x, y: UserDict(x=x, y={"label": y}), of_model),
+    "encoding": (lambda x, y: Encoding(image=x, label=y), of_named_tuple),
+    "named tuple": (Pair, of_named_tuple),
+    "object": (lambda x, y: {"x": x, "y": {"label": y}, "source": object()}, of_model),
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
 @pytest.mark.parametrize("spec", ["ab(warmup=2, sync_every=2)", "ist(local_steps=2)"])
-def test_states_keep_structured_inputs(spec: str) -> None:
-    """Both measure BatchNorm's statistics anew, on inputs that they kept."""
+def test_states_keep_structured_inputs(spec: str, kind: str) -> None:
+    """Both measure BatchNorm's statistics anew, on inputs that they kept; also if no step follows."""
+    make, loss = KEPT[kind]
+
+    def saved_and_loaded(comm: Comm, strategy: Any) -> Any:
+        tensors: dict[str, Tensor] = {}
+        tree = json.loads(json.dumps(pack(strategy.state_dict(), tensors)))  # as a checkpoint does
+        again = trainer(comm, spec, MODELS[2], loss=loss, epochs=2)
+        again.load_state_dict(unpack(tree, tensors))
+        return again
 
     def train(comm: Comm, stop: int | None) -> Any:
-        data = [structured(one, "dict")[0] for one in (part(b, tw.Shard(comm.rank, 2)) for b in batches(8, 24))]
-        strategy = trainer(comm, spec, loss=of_model, epochs=2)
+        data = [make(*part(batch, tw.Shard(comm.rank, 2))) for batch in batches(8, 24)]
+        strategy = trainer(comm, spec, loss=loss, epochs=2)
         for i, batch in enumerate(data):
             if i % 4 == 0:
                 strategy.begin_epoch(4)
             if i == stop:
-                state = strategy.state_dict()
-                strategy = trainer(comm, spec, MODELS[2], loss=of_model, epochs=2)
-                strategy.load_state_dict(copy.deepcopy(state))
+                strategy = saved_and_loaded(comm, strategy)
             strategy.step(batch)
-        return weights(strategy.consolidate())
+        return weights((strategy if stop is None else saved_and_loaded(comm, strategy)).consolidate())
 
     straight = tw.simulate(lambda comm: train(comm, None), ranks=2)
     stopped = tw.simulate(lambda comm: train(comm, 5), ranks=2)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections import namedtuple
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from thinwire.errors import UsageError
@@ -18,6 +18,7 @@ def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
     Containers of other classes, which may need other arguments to be made, are copied and filled anew; tuples of other
     classes are left as they are.
 
+    >>> import torch
     >>> map_tensors((torch.ones(2), [torch.zeros(1), "label"]), len)
     (2, [1, 'label'])
     """
@@ -62,6 +63,7 @@ def tensors_of(batch: Any) -> list[Tensor]:
 def num_samples_of(batch: Any) -> int:
     """The number of samples in a batch: the length of its first tensor.
 
+    >>> import torch
     >>> num_samples_of({"ids": torch.zeros(4, 7), "labels": torch.zeros(4)})
     4
     """
@@ -74,6 +76,7 @@ def num_samples_of(batch: Any) -> int:
 def split_batch(batch: Any, number: int) -> list[Any]:
     """A batch as so many batches of about equal size: each of its tensors is split along the first dimension.
 
+    >>> import torch
     >>> [part["ids"].tolist() for part in split_batch({"ids": torch.arange(5)}, 2)]
     [[0, 1, 2], [3, 4]]
     """
@@ -93,32 +96,62 @@ def split_batch(batch: Any, number: int) -> list[Any]:
     return [part(index) for index in range(number)]
 
 
-def describe_tensors(batch: Any) -> Any:
-    """The structure of a batch as JSON, with shapes and dtypes of its tensors, for `zeros_of` on another rank."""
+def plain_of(batch: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
+    """The structure of a batch in plain dicts and lists, with a function of each tensor; for a file or a message.
+
+    Mappings and named tuples of any class become dicts. What is neither a tensor nor a number or text becomes None.
+
+    >>> import torch
+    >>> plain_of({"ids": torch.zeros(4, 7), "name": "a"}, lambda tensor: list(tensor.shape))
+    {'dict': {'ids': [4, 7], 'name': {'value': 'a'}}}
+    """
+
+    def parts(items: Mapping[Any, Any]) -> dict[Any, Any]:
+        return {key: plain_of(value, of_tensor) for key, value in items.items()}
+
     match batch:
         case Tensor():
-            return {"shape": list(batch.shape), "dtype": str(batch.dtype).removeprefix("torch.")}
+            return of_tensor(batch)
         case Mapping():
-            return {"dict": {key: describe_tensors(value) for key, value in batch.items()}}
+            return {"dict": parts(batch)}
+        case tuple() if hasattr(batch, "_fields"):
+            return {"fields": parts(dict(zip(batch._fields, batch, strict=True)))}
         case list() | tuple():
-            return {"list": [describe_tensors(value) for value in batch]}
+            kind = "list" if isinstance(batch, list) else "tuple"
+            return {kind: [plain_of(value, of_tensor) for value in batch]}
     return {"value": batch if isinstance(batch, str | int | float | bool) else None}
 
 
-def zeros_of(described: Any, device: torch.device) -> Any:
-    """A batch of zeros with the structure that `describe_tensors` returned.
+def batch_of(plain: Any, to_tensor: Callable[[Any], Tensor]) -> Any:
+    """A batch with the structure that `plain_of` returned. Mappings also have their keys as attributes.
 
-    >>> zeros_of(describe_tensors({"ids": torch.ones(1, 2), "name": "a"}), torch.device("cpu"))
-    {'ids': tensor([[0., 0.]]), 'name': 'a'}
+    >>> import torch
+    >>> batch = batch_of({"dict": {"ids": [4, 7], "name": {"value": "a"}}}, torch.zeros)
+    >>> batch["ids"].shape, batch.name
+    (torch.Size([4, 7]), 'a')
     """
-    match described:
-        case {"shape": shape, "dtype": dtype}:
-            return torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+    match plain:
         case {"dict": items}:
-            return {key: zeros_of(value, device) for key, value in items.items()}
+            return _Mapping((key, batch_of(value, to_tensor)) for key, value in items.items())
+        case {"fields": items}:
+            return namedtuple("Batch", items)(*(batch_of(value, to_tensor) for value in items.values()))
+        case {"tuple": items}:
+            return tuple(batch_of(value, to_tensor) for value in items)
         case {"list": items}:
-            return [zeros_of(value, device) for value in items]
-    return described["value"]
+            return [batch_of(value, to_tensor) for value in items]
+        case {"value": value}:
+            return value
+    return to_tensor(plain)
+
+
+class _Mapping(dict[Any, Any]):
+    """In place of a mapping of any class: some, as those of tokenizers, have their keys as attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
 
 
 def describe(batch: Any) -> str:

@@ -43,10 +43,10 @@ def fetch(
 ) -> Generator[Any, None, None]:
     """The batches of samples with these indices; from a TensorDataset, whole batches at a time.
 
-    `seeds` has one for each batch: random numbers that reading it draws depend on that alone, in this process as in
-    worker processes, and those of the training go on as if nothing was read. With a GPU as `device`, batches are copied
-    there beside the computing. `collate_fn` makes a batch of a list of samples; with another one than torch's, samples
-    of a TensorDataset are read one by one.
+    `seeds` has one for each batch: random numbers that reading and collating it draw depend on that alone, in this
+    process as in worker processes, and those of the training go on as if nothing was read. With a GPU as `device`,
+    batches are copied there beside the computing. `collate_fn` makes a batch of a list of samples; with another one
+    than torch's, samples of a TensorDataset are read one by one.
     """
     if not batches:
         return
@@ -58,22 +58,26 @@ def fetch(
         fetched = (dataset[indices] for indices in chosen)
     else:
         order: Any = [_SeededIndices(seed, part.tolist()) for seed, part in zip(seeds, batches, strict=True)]
-        options = {**worker_options(num_workers), "collate_fn": collate_fn}
-        fetched = iter(DataLoader(_Seeded(dataset), batch_sampler=order, **options))
+        fetched = iter(DataLoader(_Seeded(dataset, collate_fn), sampler=order, **loader_options(num_workers)))
     if device is not None and device.type == "cuda" and not is_on_gpu:
         draws_nothing = in_batches and type(dataset) is TensorDataset
         fetched = copied_to_gpu(fetched, device, in_background=draws_nothing or num_workers > 0)
     yield from fetched
 
 
-def worker_options(num_workers: int) -> dict[str, Any]:
-    """How a DataLoader starts its workers: as copies of this process, without importing everything again.
+def loader_options(num_workers: int) -> dict[str, Any]:
+    """Options of a DataLoader whose dataset makes whole batches, which it passes on as they are.
 
-    That is torch's way on Linux too, but ranks that were started by a fork server would use one of their own. Without a
-    generator, torch would draw the workers' seed from that of the training.
+    Workers start as copies of this process, without importing everything again. That is torch's way on Linux too, but
+    ranks that were started by a fork server would use one of their own. Without a generator, torch would draw the
+    workers' seed from that of the training.
     """
-    context = "fork" if num_workers else None
-    return {"num_workers": num_workers, "multiprocessing_context": context, "generator": torch.Generator()}
+    workers = {"num_workers": num_workers, "multiprocessing_context": "fork" if num_workers else None}
+    return {**workers, "batch_size": None, "collate_fn": _as_it_is, "generator": torch.Generator()}
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 class _SeededIndices(NamedTuple):
@@ -84,16 +88,16 @@ class _SeededIndices(NamedTuple):
 
 
 class _Seeded(Dataset[Any]):
-    """A dataset whose samples are read a batch at a time, with random numbers that depend on the batch's seed alone."""
+    """The batches of a dataset, made with random numbers that depend on the batch's seed alone."""
 
-    def __init__(self, dataset: Dataset[Any]) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any]) -> None:
+        self.dataset, self.collate_fn = dataset, collate_fn
 
-    def __getitems__(self, batch: _SeededIndices) -> list[Any]:
+    def __getitem__(self, batch: _SeededIndices) -> Any:
         with OwnRandomness(batch.seed).used():
             if callable(read := getattr(self.dataset, "__getitems__", None)):
-                return list(read(batch.indices))
-            return [self.dataset[i] for i in batch.indices]
+                return self.collate_fn(list(read(batch.indices)))
+            return self.collate_fn([self.dataset[i] for i in batch.indices])
 
 
 def _on_gpu(batches: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:

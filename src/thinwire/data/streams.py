@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from thinwire.common.fetching import worker_options
+from thinwire.common.fetching import loader_options
 from thinwire.common.prefetching import copied_to_gpu
 from thinwire.common.seeding import OwnRandomness
 from thinwire.data.shards import Batch, Loader, Shard, derive_seed
@@ -36,8 +36,8 @@ def loader(
     give every rank the same samples in the same order: each takes its part of them. `collate_fn` makes a batch of a
     list of samples, as a DataLoader's does. The loader's `state_dict` is the position in the data.
 
-    Random numbers that reading draws follow from the seed and the batch (of a stream, from the seed and the epoch),
-    with any `num_workers`, so that a state in mid-epoch goes on exactly.
+    Random numbers that reading and `collate_fn` draw follow from the seed and the batch (those of a stream itself, from
+    the seed and the epoch), with any `num_workers`, so that a state in mid-epoch goes on exactly.
 
     `device` names the model's GPU: then batches are there when they are asked for. A TensorDataset is copied to the GPU
     whole if it takes at most a tenth of the memory that is free. Others are read ahead if another thread or process can
@@ -86,7 +86,7 @@ class StreamLoader(Loader):
         part = _StreamPart(self, epoch, start)
         read: Iterator[Any] = iter(part)
         if self.num_workers:
-            read = iter(DataLoader(part, batch_size=None, **worker_options(1)))
+            read = iter(DataLoader(part, **loader_options(1)))
         if self.device is not None and self.device.type == "cuda":
             read = copied_to_gpu(read, self.device, in_background=self.num_workers > 0)
         yield from read if self.num_samples < 0 else islice(read, max(0, len(self) - start))
@@ -99,12 +99,14 @@ class _StreamPart(IterableDataset[Any]):
         self.dataset, self.shard, self.epoch, self.start = loader.dataset, loader.shard, epoch, start
         self.size, self.unit = loader.batch_size * loader.ranks, math.lcm(loader.ranks, loader.shard.count)
         self.collate_fn = loader.collate_fn
-        self.seed = derive_seed(loader.seed, epoch)  # the same on all ranks: they must read the same stream
+        self.seed = loader.seed
 
     def __iter__(self) -> Iterator[Any]:
         if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
             set_epoch(self.epoch)
-        randomness = OwnRandomness(self.seed)
+        randomness = OwnRandomness(
+            derive_seed(self.seed, self.epoch)
+        )  # the same on all ranks: they must read the same stream
         with randomness.used():
             samples = iter(self.dataset)
             for _ in islice(samples, self.start * self.size):
@@ -116,9 +118,14 @@ class _StreamPart(IterableDataset[Any]):
                 rest = 0 if count // self.unit == 1 and number else count // self.unit * self.unit
                 own = own[: rest // self.shard.count]
             if own:
-                yield self.collate_fn(own)
+                yield self._collated(own, number)
             if count < self.size:
                 return
+
+    def _collated(self, own: list[Any], number: int) -> Any:
+        """Samples as a batch; random numbers that this draws depend on the batch and the shard, as in a Loader."""
+        with OwnRandomness(derive_seed(self.seed, self.epoch, number, self.shard.index)).used():
+            return self.collate_fn(own)
 
     def _take(self, samples: Iterator[Any]) -> tuple[list[Any], int]:
         """This shard's samples of the next step, and how many all shards have."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from thinwire.comm.base import Comm
 from thinwire.comm.collectives import all_gather_json, coalesced
-from thinwire.common.batches import describe_tensors, map_tensors, tensors_of, zeros_of
+from thinwire.common.batches import batch_of, map_tensors, plain_of, tensors_of
 from thinwire.common.dtypes import bfloat16_autocast
 from thinwire.exchange.streamed import StreamedModel
 
@@ -47,10 +48,14 @@ class RecentInputs:
 
         self.batches.append(map_tensors(inputs, copied))
 
+    def state(self) -> list[Any]:
+        """The inputs for a state, as tensors in plain dicts and lists."""
+        return [plain_of(inputs, lambda tensor: tensor) for inputs in self.batches]
+
     def load(self, saved: Iterable[Any]) -> None:
         """Keep the inputs of a saved state instead."""
         self.batches.clear()
-        self.batches.extend(map_tensors(inputs, lambda t: t.to(self.device, copy=True)) for inputs in saved)
+        self.batches.extend(batch_of(inputs, lambda t: t.to(self.device, copy=True)) for inputs in saved)
 
 
 def steps_to_forget(model: nn.Module) -> float:
@@ -79,7 +84,7 @@ def calibrate_batchnorm(model: nn.Module, recent: Iterable[Any], comm: Comm, run
     if not norms:
         return
     inputs = list(recent)
-    of_ranks = all_gather_json(comm, [len(inputs), describe_tensors(inputs[0]) if inputs else None])
+    of_ranks = all_gather_json(comm, [len(inputs), plain_of(inputs[0], _shape_and_dtype) if inputs else None])
     total, (most, shapes) = sum(number for number, _ in of_ranks), max(of_ranks, key=lambda one: one[0])
     if not total:
         return
@@ -91,8 +96,17 @@ def calibrate_batchnorm(model: nn.Module, recent: Iterable[Any], comm: Comm, run
         if isinstance(model, StreamedModel):  # all ranks must run it equally often
             model.eval()
             for _ in range(most - len(inputs)):
-                run(model, zeros_of(shapes, statistics[0].device))
+                run(model, batch_of(shapes, functools.partial(_zeros, statistics[0].device)))
         coalesced(statistics, lambda flat: comm.sum(flat * (len(inputs) / total)))
+
+
+def _shape_and_dtype(tensor: Tensor) -> list[Any]:
+    return [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
+
+
+def _zeros(device: torch.device, shape_and_dtype: list[Any]) -> Tensor:
+    shape, dtype = shape_and_dtype
+    return torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
 
 
 @contextmanager

@@ -229,7 +229,7 @@ class AB(Strategy):
             "phases": None if self.phases is None else asdict(self.phases), "groups": self.groups.ranks,
             "ranks": self.layer_ranks, "phase": self.phase, "began": self.phase_start,
             "num_epoch_steps": self.num_epoch_steps, "read": sorted(self.factoring.read_layers),
-            "inputs": list(self.inputs),
+            "inputs": self.inputs.state(),
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -208,7 +208,7 @@ class IST(Strategy):
     def state_dict(self) -> dict[str, Any]:
         return {
             "learner": self.learner.state_dict(), "shards": self.sharded.shards, "moments": self.moments.state_dict(),
-            "inputs": list(self.whole.inputs), "shares": self.shares.state_dict(), "round": self.round,
+            "inputs": self.whole.inputs.state(), "shares": self.shares.state_dict(), "round": self.round,
             "steps_in_round": self.steps_in_round, "seed": self.seed, "options": self.options, "ranks": self.comm.size,
         }  # fmt: skip
 
