@@ -138,3 +138,27 @@ def test_a_checkpoint_in_the_middle_of_a_round_has_the_model_that_ranks_agree_on
         ("the DDP that accelerator.prepare returned", "has no optimizer", "is missing"), refused, strict=True
     ):
         assert text in message
+
+
+def two_models(comm: Comm) -> list[int]:
+    """The rounds of two models with an optimizer each; the second one trains in every second batch."""
+    from thinwire.integrations.accelerate import rounds
+
+    with launched(comm):
+        accelerator = accelerate.Accelerator(cpu=True)
+        models = [torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)]
+        optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+        *prepared, one, other = accelerator.prepare(*models, *optimizers)
+        handles = [rounds(model, "local_sgd(every=2)", accelerator) for model in prepared]
+        for step in range(8):
+            for model, optimizer in list(zip(prepared, (one, other), strict=True))[: 2 - step % 2]:
+                accelerator.backward(model(torch.ones(1, 3)).sum())
+                optimizer.step()
+    sent = [sum(row["calls"] for row in h.ledger.rows() if row["purpose"] == "train") for h in handles]
+    for handle in handles:
+        handle.close()
+    return sent
+
+
+def test_of_two_models_each_counts_the_steps_of_its_own_optimizer(process_world: ProcessWorlds) -> None:
+    assert process_world.run(two_models, RANKS) == [[4, 2]] * RANKS

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from thinwire.errors import UsageError
 from thinwire.surgery.blocks import check_ties
@@ -196,6 +197,13 @@ class Remembering(Own):
         return torch.full((x.shape[1], 1), float(self.calls))
 
 
+class Reading(Own):
+    """It makes a mask only if there is padding, and the example has none."""
+
+    def mask(self, x: Tensor, block: Block) -> Tensor:
+        return torch.full((x.shape[1], 1), 0.5 if (x == 9).any() else 1.0)
+
+
 class TwoResults(Own):
     """Not a tensor."""
 
@@ -212,6 +220,7 @@ class TwoResults(Own):
         (Backwards, "its blocks do not run once each, in their order"),
         (Between, "block 1 is not given what the block before it returned"),
         (Remembering, "run one after the other, they compute something else"),
+        (Reading, r"the forward reads values that depend on the input or on parameters \(__bool__\)"),
         (TwoResults, "the model returns a dict"),
     ],
 )
@@ -222,6 +231,58 @@ def test_what_is_no_chain_is_refused_with_the_reason(kind: type[Own], reason: st
         follow(model, segments, inputs())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert model.training
+
+
+# ---- what only shows in training
+
+
+class Dropping(Own):
+    """In training, blocks are left out."""
+
+    def __init__(self, left_out: int) -> None:
+        super().__init__()
+        self.left_out = left_out
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        z = self.embed(x + 0 * len(options))
+        for number, block in enumerate(self.blocks):
+            if not self.training or number != self.left_out:
+                z = block(hidden=z, mask=self.mask(x, block), **options)
+        out: Tensor = self.head(z)
+        return out
+
+
+@pytest.mark.parametrize("left_out", [0, 1, 2])
+def test_a_block_that_is_left_out_in_training_is_an_error(left_out: int) -> None:
+    parts = parts_of(Dropping(left_out).train(), inputs())
+    with pytest.raises(UsageError, match=r"was left out in this pass, as layerdrop does.*try layerdrop=0"):
+        parts[left_out](inputs() if left_out == 0 else torch.randn(3, 5, WIDTH))
+
+
+class Checkpointing(nn.Module):
+    """Activations are computed twice, by a call around each block."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.embed, self.head, self.use_reentrant = nn.Embedding(9, WIDTH), nn.Linear(WIDTH, 4), use_reentrant
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        z = self.embed(x + 0 * len(options))
+        for block in self.blocks:
+            z = checkpoint(block, z, use_reentrant=self.use_reentrant) if self.training else block(z)
+        out: Tensor = self.head(z)
+        return out
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_around_blocks_is_an_error(use_reentrant: bool) -> None:
+    """With use_reentrant=True, blocks would not be trained at all."""
+    z: Tensor = inputs()
+    with pytest.raises(UsageError, match=r"torch.utils.checkpoint around blocks; call it inside the blocks"):  # noqa: PT012
+        for part in parts_of(Checkpointing(use_reentrant).train(), z):
+            z = part(z)
+        z.sum().backward()
 
 
 def test_tied_weights_are_refused() -> None:

@@ -36,16 +36,23 @@ def rounds(model: nn.Module, spec: str, accelerator: Accelerator, *, epochs: int
     rounds = rounds(model, "diloco(every=16)", accelerator)
 
     Do not call `after_step`: each step of the optimizer counts, and backward passes that only accumulate gradients do
-    not. With several optimizers, steps of the last one count. save_state makes ranks equal, and includes each rank's
-    own state. Call `together` before a test, and at the end.
+    not. With several optimizers of this model, steps of the last one count. save_state makes ranks equal, and includes
+    each rank's own state. Call `together` before a test, and at the end.
     """
     place = _place(model, accelerator, "rounds")
-    optimizers: list[Any] = accelerator._optimizers
+    trained = {id(p) for p in model.parameters()}
+    optimizers: list[Any] = [
+        optimizer
+        for optimizer in accelerator._optimizers
+        if any(id(p) in trained for group in optimizer.param_groups for p in group["params"])
+    ]
     if not optimizers:
-        raise UsageError("rounds: the accelerator has no optimizer; give it to accelerator.prepare before")
+        raise UsageError(
+            "rounds: the accelerator has no optimizer of this model; give it to accelerator.prepare before"
+        )
     made = tw.rounds(separate_model(model), spec, epochs=epochs)
     after_each_step(optimizers[-1].optimizer, accelerator.scaler, made.after_step)
-    _keep_rank_files(accelerator, place, RankState(made, list(optimizers), accelerator.scaler), made.together)
+    _keep_rank_files(accelerator, place, RankState(made, optimizers, accelerator.scaler), made.together)
     return made
 
 

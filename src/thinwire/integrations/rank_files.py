@@ -90,8 +90,8 @@ def _read(folder: Path, rank: int, ranks: int) -> Any:
     path = _file(folder, rank)
     if not path.exists():
         raise UsageError(
-            f"{path} is missing: each rank needs its own state to go on exactly. Copy the folder with the checkpoint, "
-            "or begin anew from the model alone"
+            f"{path} is missing: each rank needs its own state to go on exactly. Save on every rank, and copy the "
+            "folder with the checkpoint; or begin anew from the model alone"
         )
     try:
         with safe_open(path, "pt") as file:

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.errors import UsageError
 from thinwire.surgery.chain_recording import ChainRecording
+
+CHECKPOINTED = (
+    ", as with torch.utils.checkpoint around blocks; call it inside the blocks, or use a strategy that does not cut "
+    "the model"
+)
 
 
 def make_part(model: nn.Module, path: str, recording: ChainRecording, begin: int, end: int) -> ChainPart:
@@ -42,7 +48,7 @@ def make_part(model: nn.Module, path: str, recording: ChainRecording, begin: int
     copied = copy.deepcopy(model, memo)
     for module in copied.modules():
         _hide_tensors_of_others(module, own)
-    return ChainPart(copied, gate, None if begin == 0 else recording)
+    return ChainPart(copied, gate, None if begin == 0 else recording, leaves=end <= len(recording.num_outputs) + 1)
 
 
 def _in_mode_of(original: nn.Module, stand_in: nn.Module) -> nn.Module:
@@ -68,10 +74,10 @@ def _plain_attributes(block: nn.Module) -> dict[str, Any]:
 class ChainPart(nn.Module):
     """Runs a model from one position to another: z comes in where the block before would have returned it."""
 
-    def __init__(self, model: nn.Module, gate: _Gate, later: ChainRecording | None) -> None:
+    def __init__(self, model: nn.Module, gate: _Gate, later: ChainRecording | None, leaves: bool) -> None:
         super().__init__()
         self.training = model.training
-        self.model, self.gate, self.is_first = model, gate, later is None
+        self.model, self.gate, self.is_first, self.leaves = model, gate, later is None, leaves
         if later is not None:
             x, z = later.example, later.passed[0]
             self.input_dtype = x.dtype
@@ -80,14 +86,21 @@ class ChainPart(nn.Module):
             ]
 
     def forward(self, z: Tensor) -> Tensor:
-        x = z if self.is_first else self._stand_in(z)
-        self.gate.z = z
+        x, has_left = z if self.is_first else self._stand_in(z), False
+        self.gate.z, self.gate.is_taken = z, self.is_first
         try:
             out: Tensor = self.model(x)
         except _Left as left:
-            out = left.z
+            out, has_left = left.z, True
         finally:
             self.gate.z = None
+        if not self.gate.is_taken or has_left != self.leaves:
+            raise UsageError(
+                "a block of the model was left out in this pass, as layerdrop does, so what it should pass on to the "
+                "next block is not known; try layerdrop=0, or a strategy that does not cut the model"
+            )
+        if torch.is_grad_enabled() and not out.requires_grad and any(p.requires_grad for p in self.parameters()):
+            raise UsageError(f"a block returns a tensor without gradients{CHECKPOINTED}")
         return out
 
     def _stand_in(self, z: Tensor) -> Tensor:
@@ -100,6 +113,13 @@ class _Gate:
     """Through which z comes to the first block of a part."""
 
     z: Tensor | None = None
+    is_taken = False
+
+    def take(self) -> Tensor:
+        if self.z is None:
+            raise UsageError(f"a block runs again after the forward pass{CHECKPOINTED}")
+        self.is_taken = True
+        return self.z
 
 
 class _Left(BaseException):  # not an Exception, which a model's forward may catch
@@ -133,9 +153,9 @@ class _Place(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.takes_z and args:
-            args = (self.gate.z, *args[1:])
+            args = (self.gate.take(), *args[1:])
         elif self.takes_z:
-            kwargs = {**kwargs, next(iter(kwargs)): self.gate.z}
+            kwargs = {**kwargs, next(iter(kwargs)): self.gate.take()}
         z = args[0] if args else next(iter(kwargs.values()))
         if self.leaves_before:
             raise _Left(z)

@@ -13,6 +13,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
+READS = {  # what makes a number of Python, or a decision, of the values of a tensor
+    "item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__array__", "__bool__", "__int__", "__float__",
+    "__index__", "__contains__",
+}  # fmt: skip
+
 
 class NoChain(Exception):
     """Why the blocks of a model are no chain."""
@@ -40,7 +45,8 @@ def record_chain(model: nn.Module, path: str, example: Tensor) -> ChainRecording
     """Run a model in eval mode; NoChain if the blocks at a path are not run as a chain.
 
     A chain passes what a block returns, or its first element, on to the next block as its first argument. Nothing else
-    that depends on the input or on parameters may go into a block, or past the blocks.
+    that depends on the input or on parameters may go into a block, or past the blocks. Nor may the forward read values
+    of such tensors in front of a block: with other values, as in lines with padding, it may do something else.
     """
     blocks: Sequence[nn.Module] = list(model.get_submodule(path).children())
     recording = ChainRecording(example)
@@ -82,6 +88,7 @@ def _hooks(
         if any(recorder.is_derived(t) for t in _pytree.tree_leaves(others)):
             raise NoChain(f"block {number} is given a second tensor that depends on the input or on parameters")
         recording.passed.append(given.clone())
+        recorder.may_read = True
 
     def after(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         z = out[0] if isinstance(out, tuple) else out
@@ -89,6 +96,7 @@ def _hooks(
             raise NoChain("a block does not return a tensor")
         recording.num_outputs.append(len(out) if isinstance(out, tuple) else None)
         last[:] = [z]
+        recorder.may_read = len(recording.num_outputs) == len(blocks)
         if len(recording.num_outputs) == len(blocks):
             recorder.end_chain(z)
             recording.passed.append(z.clone())
@@ -118,6 +126,7 @@ class _Recorder(TorchFunctionMode):
         self.derived: dict[int, Tensor] = {id(recording.example): recording.example}  # kept, so that no id comes twice
         self.early: set[int] = set()  # what was derived before the chain ended, without what came out of it
         self.goes_past = False
+        self.may_read = False  # values of tensors: in blocks, and after the last
 
     def is_derived(self, value: Any) -> bool:
         return isinstance(value, Tensor) and (id(value) in self.derived or id(value) in self.sources)
@@ -131,6 +140,10 @@ class _Recorder(TorchFunctionMode):
         given = [t for t in _pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         made = [t for t in _pytree.tree_leaves(out) if isinstance(t, Tensor)]
         name = getattr(func, "__name__", "")
+        if name in READS and not self.may_read and any(self.is_derived(t) for t in given):
+            raise NoChain(
+                f"in front of a block, the forward reads values that depend on the input or on parameters ({name})"
+            )
         if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):  # in place
             made += given[:1]
         if made:
