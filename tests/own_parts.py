@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from tests.user_task import net
@@ -124,3 +124,32 @@ def read(
 def two_lengths(data: Path | None, seed: int) -> Task:
     base = digits(data, seed)
     return Task(base.train, base.test, base.shape, base.classes, net, defaults={"steps": 3, "epochs": 2})
+
+
+def spelled(batch: Any, generator: torch.Generator | None) -> dict[str, Tensor]:
+    """Words as tensors."""
+    numbers = torch.tensor([[ord(letter) - 96.0 for letter in word] for word in batch["word"]])
+    return {"letters": numbers, "first": numbers[:, 0].long() - 1}
+
+
+def first_letter(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch["letters"]), batch["first"])
+
+
+def with_seconds(model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
+    return {"loss": first_letter(model, batch), "seconds": 1.0}
+
+
+def words(
+    data: Path | None,
+    seed: int,
+    /,
+    *,
+    takes_seconds: bool = False,  # whether the loss returns something that every row has
+) -> Task:
+    """Samples without tensors, which the transform makes: 8 steps an epoch."""
+    samples: Any = [{"word": a + b} for a in "abcdefgh" for b in "abcdefgh"]
+    return Task(
+        samples, samples[:16], (2,), 8, lambda: nn.Linear(2, 8), loss=with_seconds if takes_seconds else first_letter,
+        metric="loss", transform=spelled, defaults={"epochs": 2, "batch_size": 8, "lr": 0.05},
+    )  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from thinwire.common.batches import describe, map_tensors
 from thinwire.errors import UsageError
@@ -104,21 +104,24 @@ class BatchLoss:
                 f"the loss ({self.name}) returned a {type(result).__name__}; return the mean over the batch as a "
                 "tensor, without .item()"
             )
-        return LossValue(found, parts)
+        return LossValue(found.reshape(()) if found.numel() == 1 else found, parts)
 
 
 class CountedCalls:
     """A model whose calls go to `forward`, which may exchange gradients; a loss of (model, batch) gets this one."""
 
     def __init__(self, model: Any, forward: Callable[..., Any]) -> None:
-        self._model, self._forward, self.num_calls = model, forward, 0
+        vars(self).update(_model=model, _forward=forward, num_calls=0)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.num_calls += 1
+        vars(self)["num_calls"] += 1
         return self._forward(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._model, name, value)
 
     def check(self) -> None:
         """Raise UsageError if the loss did not call the model: then DDP would not exchange gradients."""
@@ -153,13 +156,14 @@ def channels_last(inputs: Any) -> Any:
 
 
 def is_of_model(function: Callable[..., Any]) -> bool:
-    """Whether the first parameter of a function is called `model`.
+    """Whether the first parameter of a function, or of a module's `forward`, is called `model`.
 
     >>> is_of_model(lambda model, batch: 0), is_of_model(torch.nn.functional.mse_loss)
     (True, False)
     """
+    called = function.forward if isinstance(function, nn.Module) else function
     try:
-        return next(iter(inspect.signature(function).parameters), "") == "model"
+        return next(iter(inspect.signature(called).parameters), "") == "model"
     except (TypeError, ValueError):  # a function of torch's in C
         return False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ from thinwire.plan.planner import study
 from thinwire.plan.workload import TaskWorkload
 from thinwire.run.checkpoint import Checkpoints
 from thinwire.run.evaluation import evaluate
+from thinwire.run.position import Position
 from thinwire.run.records import read_rows
 from thinwire.run.startup import with_defaults
+from thinwire.tasks.metrics import Metric
 
 TASK = "tests.user_task:sentences(loss={})"
 SPECS = [
@@ -112,6 +115,48 @@ def test_a_metric_may_be_a_function_of_model_and_batch() -> None:
 
     whole = correct(copy.deepcopy(model).eval(), pad(task.test)).double().mean().item()  # type: ignore[arg-type]
     assert tw.simulate(test, ranks=3) == pytest.approx([whole] * 3)
+
+
+def test_samples_may_become_tensors_in_the_transform(tmp_path: Path) -> None:
+    settings = {"task": "tests.own_parts:words", "out": tmp_path / "run"}
+    summary: dict[str, Any] = on_threads(train, 1, settings)[0]
+    assert (summary["samples"], summary["steps"]) == (2 * 64, 16)
+
+
+def test_a_part_of_the_loss_with_a_name_that_is_taken_is_refused_in_the_first_steps(tmp_path: Path) -> None:
+    settings = {"task": "tests.own_parts:words(takes_seconds=True)", "out": tmp_path / "run", "log_every": 2}
+    with pytest.raises(UsageError, match="the loss returns 'seconds', but every row of metrics has train_seconds"):
+        on_threads(train, 1, settings)
+    assert not (tmp_path / "run").exists(), "no row of metrics was written"
+
+
+class OneElement(nn.Linear):
+    """A model whose loss has a dimension, as that of several devices has."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"loss": super().forward(x).square().mean(0)}
+
+
+def test_a_loss_of_one_element_is_a_number() -> None:
+    samples: Any = [{"x": torch.ones(2)} for _ in range(10)]
+    task = tw.Task(samples, samples, (2,), 0, lambda: OneElement(2, 1), loss=None, metric="loss")
+    model = seeded(0, lambda: OneElement(2, 1))
+
+    def test(comm: Comm) -> float:
+        return evaluate(copy.deepcopy(model), task, comm, torch.device("cpu"), batch_size=4)["loss"]
+
+    assert tw.simulate(test, ranks=1)[0] == pytest.approx(model(torch.ones(1, 2))["loss"].item())
+
+
+@pytest.mark.parametrize("higher", [True, False])
+def test_the_best_metric_is_a_number_if_one_is(higher: bool) -> None:
+    metric, nan = Metric("own", higher, None), float("nan")
+    at = Position().tested(nan, metric)
+    assert at.best is not None
+    assert math.isnan(at.best)
+    for value in (2.0, nan, 2.0, None):
+        at = at.tested(value, metric)
+        assert at.best == 2.0
 
 
 def test_mistakes_of_tasks_are_named() -> None:

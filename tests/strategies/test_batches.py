@@ -110,6 +110,43 @@ def test_structured_batches_are_split_into_micro_batches(kind: str) -> None:
         torch.testing.assert_close(split[0][name], tensor, rtol=1e-4, atol=1e-6)
 
 
+class ModuleLoss(nn.Module):
+    """A loss of (model, batch) that is a module, calls the model twice and keeps something in it."""
+
+    def forward(self, model: Any, batch: Any) -> Tensor:
+        model.num_losses += 1
+        model.state_dict()
+        first, second = (model(batch["x"]) for _ in range(2))
+        return nn.functional.cross_entropy((first + second) / 2, batch["y"]["label"])
+
+
+def trained_by_module(comm: Comm, spec: str) -> Any:
+    model = copy.deepcopy(PLAIN)
+    model.num_losses = 0  # type: ignore[assignment]
+    strategy = tw.prepare(
+        spec, model=model, loss=ModuleLoss(), comm=comm, optimizer=lambda p: torch.optim.SGD(p, 0.1)
+    )  # fmt: skip
+    losses = [strategy.step(structured(part(batch, strategy.shard), "dict")[0]).item() for batch in batches(3, 24)]
+    return losses, model.num_losses
+
+
+@worlds(threads=[2], processes=[2])
+def test_a_loss_may_be_a_module_that_calls_the_model_twice_and_keeps_something_in_it(world: World, ranks: int) -> None:
+    def plain(comm: Comm) -> list[float]:
+        strategy = tw.prepare(
+            "data_parallel", model=copy.deepcopy(PLAIN), loss=nn.functional.cross_entropy, comm=comm,
+            optimizer=lambda p: torch.optim.SGD(p, 0.1),
+        )  # fmt: skip
+        return [strategy.step(part(batch, strategy.shard)).item() for batch in batches(3, 24)]
+
+    expected = tw.simulate(plain, ranks=ranks)
+    for (losses, num_losses), same_losses in zip(
+        world(trained_by_module, ranks, "data_parallel"), expected, strict=True
+    ):
+        assert losses == pytest.approx(same_losses, rel=1e-5)
+        assert num_losses == 3
+
+
 # ---- the model's own loss
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -48,9 +49,10 @@ class Position:
         )  # fmt: skip
 
     def tested(self, value: float | None, metric: Metric) -> Position:
-        """This position with the metric of the model there; None if it was not tested."""
+        """This position with the metric of the model there; None if it was not tested. The best is NaN if all are."""
         known = [one for one in (self.best, value) if one is not None]
-        return replace(self, value=value, best=(max if metric.higher_is_better else min)(known, default=None))
+        numbers = [one for one in known if not math.isnan(one)] or known
+        return replace(self, value=value, best=(max if metric.higher_is_better else min)(numbers, default=None))
 
 
 def run_state(at: Position, seconds: float, strategy: Strategy, meters: Meters) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -164,11 +164,6 @@ class Recorder:
     def _mean_parts(self, at: Position) -> dict[str, float]:
         """Means over this epoch's steps of what the loss returned beside the total, as a row of metrics names them."""
         means = {f"train_{name}": total / at.batch for name, total in at.part_sums.items()}
-        taken = sorted(means.keys() & MetricsRow.model_fields.keys())
-        if taken:
-            raise UsageError(
-                f"the loss returns {taken[0].removeprefix('train_')}, but every row of metrics has {taken[0]}"
-            )
         return means if self.strategy.sees_loss else {}
 
     def _status(self) -> dict[str, Any]:
@@ -201,6 +196,15 @@ class Recorder:
                 num_workers=self.config.num_workers,
             )  # fmt: skip
         return {f"test_{name}": value for name, value in results.items()}
+
+
+def refuse_taken(parts: Iterable[str]) -> None:
+    """Raise UsageError if the loss returns a part whose mean would have the name of another value in a row."""
+    for name in parts:
+        if f"train_{name}" in MetricsRow.model_fields:
+            raise UsageError(
+                f"the loss returns {name!r}, but every row of metrics has train_{name}; give it another name"
+            )
 
 
 def _mean_over_ranks(by_rank: list[dict[str, Any]]) -> dict[str, float]:

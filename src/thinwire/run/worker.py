@@ -13,7 +13,7 @@ import torch
 from thinwire.comm.base import Comm
 from thinwire.comm.join import join
 from thinwire.comm.world import find_world
-from thinwire.common.batches import num_samples_of
+from thinwire.common.batches import num_samples_of, tensors_of
 from thinwire.common.fetching import on_device
 from thinwire.common.messages import print_line
 from thinwire.config import RunConfig
@@ -27,7 +27,7 @@ from thinwire.run.meters import Meters
 from thinwire.run.network import LinkReport
 from thinwire.run.position import Position, load_newest_checkpoint, run_state
 from thinwire.run.progress import NoProgress, Progress, ProgressBar, ProgressFile
-from thinwire.run.recorder import Recorder
+from thinwire.run.recorder import Recorder, refuse_taken
 from thinwire.run.records import RunFolder
 from thinwire.run.setup import find_length, identity, loader_of, optimizer_of, recipe_of
 from thinwire.run.startup import answer_seconds, on_rank_0, open_folder, seed_everything, use_device, with_defaults
@@ -126,14 +126,16 @@ class Run:
         self.strategy.begin_epoch(epoch_length and epoch_length - self.at.first_batch)
         self.strategy.set_shard(self.loader)
         end: End = "complete"
-        for i, (batch, end) in enumerate(epoch_batches(self.loader, self.at, self.length, self.comm)):
+        for i, (read, end) in enumerate(epoch_batches(self.loader, self.at, self.length, self.comm)):
             if self.at.epoch in self.strategy.timeline_epochs:
                 self.meters.record_some_steps(i)
             with self.meters.timeline.step(self.at.step + 1):
-                self.losses.add(self.strategy.step(self._transformed(batch)), self.strategy.loss_parts)
+                batch = self._transformed(read)
+                self.losses.add(self.strategy.step(batch), self.strategy.loss_parts)
+            num_samples = num_samples_of(read if tensors_of(read) else batch)  # text is tensors only when transformed
             self._advance(
                 batch=self.at.batch + 1, step=self.at.step + 1, train_seconds=self.clock.seconds(),
-                samples=self.at.samples + num_samples_of(batch) * self.strategy.shard.count,
+                samples=self.at.samples + num_samples * self.strategy.shard.count,
             )  # fmt: skip
             if end == "no":
                 self._after_step(due_after(self.config, self.at, is_epoch_end=False))
@@ -189,6 +191,7 @@ class Run:
         if not self.losses:
             return
         losses, parts = self.losses.take()
+        refuse_taken(parts)
         if not losses.isfinite().all():
             first = int((~losses.isfinite()).nonzero()[0])
             raise not_finite_error(self.at.step - len(losses) + first + 1, losses[first].item())

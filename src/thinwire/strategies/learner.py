@@ -129,7 +129,7 @@ class Learner:
         self._has_run = True
         if exchanging:
             exchange.finish()
-        self.loss = losses[0] if len(losses) == 1 and losses[0].dim() == 0 else torch.stack(losses).sum()
+        self.loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         return self.loss
 
     def _weighted_loss(self, micro_batch: Batch, exchange: GradientExchange, share: float) -> Tensor:
