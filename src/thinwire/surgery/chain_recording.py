@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
-READS = {  # what makes a number of Python, or a decision, of the values of a tensor
+READS = {  # make a number of Python, or a decision, of the values of a tensor
     "item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__array__", "__bool__", "__int__", "__float__",
-    "__index__", "__contains__",
-}  # fmt: skip
+    "__index__",
+}  # fmt: skip  # not __contains__: transformers' models look for padding with it, and only warn
 
 
 class NoChain(Exception):
