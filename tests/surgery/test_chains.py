@@ -297,7 +297,8 @@ def test_tied_weights_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"attn_implementation": "eager"}, {"checkpointing": True}, {"use_cache": False}]
+    "options",
+    [{}, {"attn_implementation": "eager"}, {"checkpointing": True}, {"use_cache": False}, {"pad_token_id": 1}],
 )
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_models_of_hugging_face_are_chains(name: str, options: dict[str, Any]) -> None:

@@ -239,3 +239,25 @@ def test_what_only_looks_like_them_is_left_whole() -> None:
     odd.model.layers[0].self_attn.sinks = nn.Parameter(torch.zeros(8))
     odd.model.layers[1].self_attn.q_proj.weight = odd.model.layers[2].self_attn.q_proj.weight
     assert [axis.size for axis in axes_of(odd)] == [64, 64, 64, 2, 64]
+
+
+def gemma3n(sparsity: float, shared: int) -> nn.Module:
+    """Its MLPs may keep the largest of their units alone, and its last layers may use the keys of others."""
+    config = transformers.Gemma3nTextConfig(
+        vocab_size=64, vocab_size_per_layer_input=64, hidden_size=32, hidden_size_per_layer_input=8,
+        intermediate_size=[64] * 4, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        activation_sparsity_pattern=[sparsity] * 4, num_kv_shared_layers=shared, layer_types=["full_attention"] * 4,
+        laurel_rank=4, altup_num_inputs=2, pad_token_id=0,
+    )  # fmt: skip
+    return seeded(0, lambda: transformers.Gemma3nForCausalLM(config))
+
+
+@pytest.mark.parametrize(("sparsity", "shared", "sizes"), [(0.0, 0, {2, 64}), (0.9, 0, {2}), (0.0, 2, {64})])
+@torch.no_grad()
+def test_units_that_others_depend_on_are_left_whole(sparsity: float, shared: int, sizes: set[int]) -> None:
+    net, x = Logits(with_larger_weights(gemma3n(sparsity, shared))).eval(), tokens(3)
+    slices = Slices(net, axes_of(net))
+    assert {axis.size for axis in slices.axes} == sizes
+    for unit_indices in assign_units([axis.size for axis in slices.axes], [1, 1], 0, 0):
+        small = narrow_network(net, slices, unit_indices, parts_of(net, slices, unit_indices), scaled=False)
+        torch.testing.assert_close(small(x), masked(net, slices, unit_indices)(x), rtol=1e-4, atol=1e-4)

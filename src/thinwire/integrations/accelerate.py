@@ -6,15 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from torch import nn
 
 import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.exchange.attach import Attached
+from thinwire.integrations.extras import extra
 from thinwire.integrations.own_steps import after_each_step, plain_model, separate_model
 from thinwire.integrations.rank_files import RankState
 from thinwire.strategies.own_loop import AttachedRounds
+
+with extra("accelerate"):
+    from accelerate import Accelerator
 
 
 def attach(model: nn.Module, spec: str, accelerator: Accelerator) -> Attached:

@@ -6,16 +6,18 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.training_args import ParallelMode
-
 import thinwire as tw
 from thinwire.comm.world import find_world
 from thinwire.errors import UsageError
 from thinwire.exchange.attach import Attached
+from thinwire.integrations.extras import extra
 from thinwire.integrations.own_steps import separate_model
 from thinwire.integrations.rank_files import RankState
 from thinwire.strategies.own_loop import AttachedRounds
+
+with extra("huggingface"):
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.training_args import ParallelMode
 
 
 class _WithRankFiles(TrainerCallback, ABC):

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -16,8 +14,13 @@ from torch.optim import Optimizer
 import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.exchange.attach import Attached
+from thinwire.integrations.extras import extra
 from thinwire.integrations.rank_files import RankState, rank_folder, remove_rank
 from thinwire.strategies.own_loop import AttachedRounds
+
+with extra("lightning"):
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch.strategies import DDPStrategy
 
 
 class _WithRankFiles(DDPStrategy):

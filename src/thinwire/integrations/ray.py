@@ -7,16 +7,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import ray.train
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 import thinwire as tw
 from thinwire.exchange.attach import Attached
+from thinwire.integrations.extras import extra
 from thinwire.integrations.own_steps import after_each_step, separate_model
 from thinwire.integrations.rank_files import RankState
 from thinwire.strategies.own_loop import AttachedRounds
+
+with extra("ray"):
+    import ray.train
 
 
 class _WithRankFiles:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
-READS = {  # what makes a number of Python, or a decision, of the values of a tensor
+READS = {  # make a number of Python, or a decision, of the values of a tensor
     "item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__array__", "__bool__", "__int__", "__float__",
-    "__index__", "__contains__",
-}  # fmt: skip
+    "__index__",
+}  # fmt: skip  # not __contains__: transformers' models look for padding with it, and only warn
 
 
 class NoChain(Exception):
@@ -38,6 +38,11 @@ class ChainRecording:
     def position(self) -> int:
         """Where the pass is, in the middle of it."""
         return len(self.passed)
+
+    @property
+    def may_read(self) -> bool:
+        """Whether the pass is inside a block or behind the last one, where values of tensors may be read."""
+        return len(self.passed) > len(self.num_outputs)
 
 
 @torch.no_grad()
@@ -88,7 +93,6 @@ def _hooks(
         if any(recorder.is_derived(t) for t in _pytree.tree_leaves(others)):
             raise NoChain(f"block {number} is given a second tensor that depends on the input or on parameters")
         recording.passed.append(given.clone())
-        recorder.may_read = True
 
     def after(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         z = out[0] if isinstance(out, tuple) else out
@@ -96,7 +100,6 @@ def _hooks(
             raise NoChain("a block does not return a tensor")
         recording.num_outputs.append(len(out) if isinstance(out, tuple) else None)
         last[:] = [z]
-        recorder.may_read = len(recording.num_outputs) == len(blocks)
         if len(recording.num_outputs) == len(blocks):
             recorder.end_chain(z)
             recording.passed.append(z.clone())
@@ -126,7 +129,6 @@ class _Recorder(TorchFunctionMode):
         self.derived: dict[int, Tensor] = {id(recording.example): recording.example}  # kept, so that no id comes twice
         self.early: set[int] = set()  # what was derived before the chain ended, without what came out of it
         self.goes_past = False
-        self.may_read = False  # values of tensors: in blocks, and after the last
 
     def is_derived(self, value: Any) -> bool:
         return isinstance(value, Tensor) and (id(value) in self.derived or id(value) in self.sources)
@@ -140,7 +142,7 @@ class _Recorder(TorchFunctionMode):
         given = [t for t in _pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         made = [t for t in _pytree.tree_leaves(out) if isinstance(t, Tensor)]
         name = getattr(func, "__name__", "")
-        if name in READS and not self.may_read and any(self.is_derived(t) for t in given):
+        if name in READS and not self.recording.may_read and any(self.is_derived(t) for t in given):
             raise NoChain(
                 f"in front of a block, the forward reads values that depend on the input or on parameters ({name})"
             )

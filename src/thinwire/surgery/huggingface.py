@@ -88,7 +88,9 @@ def _packed_heads(attention: nn.Module, c_attn: nn.Module, c_proj: nn.Module) ->
 
 
 def _grouped_heads(attention: nn.Module, *layers: nn.Module) -> Axis | None:
-    """The keys of Llama's attention, each with its value and the queries that share it."""
+    """The keys of Llama's attention, each with its value and the queries of it; not if other layers use them."""
+    if getattr(getattr(attention, "config", None), "num_kv_shared_layers", 0):
+        return None
     size, group = _numbers(attention, "head_dim", "num_key_value_groups")
     norms = [child for name, child in attention.named_children() if name in HEAD_NORMS]
     over_one_head = all(tuple(p.shape) == (size,) for norm in norms for p in norm.parameters())
@@ -123,8 +125,10 @@ def _hidden_units(mlp: nn.Module, c_fc: nn.Module, c_proj: nn.Module) -> Axis | 
 
 
 def _gated_units(mlp: nn.Module, *layers: nn.Module) -> Axis | None:
-    """The hidden units of Llama's MLP, down(act(gate(x))·up(x))."""
+    """The hidden units of Llama's MLP, down(act(gate(x))·up(x)); not if it keeps the largest of them alone."""
     if not hasattr(mlp, "act_fn") or not _are_linear(layers) or not _has_only(mlp, *layers):
+        return None
+    if getattr(mlp, "activation_sparsity", 0):
         return None
     gate, up, down = layers
     if not gate.out_features == up.out_features == down.in_features:
