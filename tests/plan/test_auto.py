@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -59,8 +60,9 @@ class Studied:
 
 
 def probed(
-    monkeypatch: pytest.MonkeyPatch, waiting: float, step_seconds: float, study_seconds: float = 0.0
-) -> tuple[list[str], str]:
+    monkeypatch: pytest.MonkeyPatch, waiting: float, step_seconds: float, study_seconds: float = 0.0,
+    **recipe: int | None,
+) -> tuple[list[str], str]:  # fmt: skip
     """What is studied, and the reason of the choice, in a run of 10 steps of data_parallel that wait so much."""
     studied: list[str] = []
 
@@ -77,6 +79,7 @@ def probed(
     def probe(comm: Comm) -> str:
         strategy = trainer(comm, "auto", epochs=2)
         assert isinstance(strategy, Auto)
+        strategy.recipe = replace(strategy.recipe, **recipe)
         workload = module._OneBatch(strategy.given, strategy.recipe, batches(1, 24)[0], epoch_steps=5)
         link, forecasts = strategy._probe(workload, time.perf_counter())
         strategy._decide(forecasts, link)
@@ -100,8 +103,11 @@ def test_in_a_long_run_every_safe_candidate_is_studied(monkeypatch: pytest.Monke
     assert "it would wait 0%" in reason
 
 
-def test_a_short_run_is_not_made_longer_by_more_than_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
-    studied, reason = probed(monkeypatch, waiting=0.9, step_seconds=0.2, study_seconds=0.1)  # a probe of 0.18 s
+@pytest.mark.parametrize("recipe", [{}, {"epochs": None, "steps": 10}])  # the second: a stream without a length
+def test_a_short_run_is_not_made_longer_by_more_than_a_tenth(
+    monkeypatch: pytest.MonkeyPatch, recipe: dict[str, int | None]
+) -> None:
+    studied, reason = probed(monkeypatch, 0.9, step_seconds=0.2, study_seconds=0.1, **recipe)  # a probe of 0.18 s
     assert studied == ["data_parallel"]
     assert "too short a run to try more" in reason
 

@@ -122,7 +122,8 @@ class Auto(Strategy):
         quick = self._agree(plain, link)
         if link is None or quick is None or quick.waiting_share < 1 - WORTH:
             return link, [quick] if quick else []
-        run_seconds = quick.seconds_per_step * workload.epoch_steps * (self.recipe.epochs or math.inf)
+        num_steps = self.recipe.steps or workload.epoch_steps * (self.recipe.epochs or math.inf)
+        run_seconds = quick.seconds_per_step * num_steps
         allowed, last = run_seconds * max(PROBE_SHARE, WAITING_SHARE * quick.waiting_share), self._longest(begin)
         if allowed > 10 * QUICK_LINK_SECONDS:
             link = self._measure_link(min(LINK_SECONDS, allowed / 10)) or link
@@ -165,10 +166,8 @@ class Auto(Strategy):
         best = min(forecasts, key=lambda f: f.seconds_per_step)
         at = f"at {format_rate(link.rate_mbit)} Mbit/s and {link.latency_ms:.2g} ms"
         if len(forecasts) == 1 and plain.waiting_share > 1 - WORTH:
-            self.choice, self.reason = (
-                REFERENCE,
-                f"{at} it waits {plain.waiting_share:.0%}; too short a run to try more",
-            )
+            self.choice = REFERENCE
+            self.reason = f"{at} it waits {plain.waiting_share:.0%}; too short a run to try more"
             return
         if best.seconds_per_step > WORTH * plain.seconds_per_step:
             self.choice, self.reason = REFERENCE, f"{at} it waits {plain.waiting_share:.0%}, and nothing is much faster"

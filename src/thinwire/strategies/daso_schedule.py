@@ -55,7 +55,8 @@ def cycling_epochs(epochs: int | None, warmup: int, cooldown: int) -> range:
     if epochs is None:
         raise UsageError(
             "daso has phases, so it must know how many epochs there will be: prepare(…, epochs=90), and at the end of "
-            "each trainer.end_epoch(), which tw.epoch(trainer, batches, comm) does for you"
+            "each trainer.end_epoch(), which tw.epoch(trainer, batches, comm) does for you; for thinwire train, give a "
+            "stream a __len__"
         )
     if warmup + cooldown > epochs:
         raise UsageError(

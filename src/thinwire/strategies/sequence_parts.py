@@ -46,8 +46,8 @@ def plan_parts(strategies: Sequence[Spec], lengths: Sequence[float] | None, epoc
     if lengths is None:
         if epochs is None and len(strategies) > 1:
             raise UsageError(
-                "sequence: to give each part an equal share it must know how long the run is: prepare(…, epochs=90); "
-                "or give epochs=[…], whole numbers for all parts but the last"
+                "sequence: to give each part an equal share it must know how long the run is: prepare(…, epochs=90), "
+                "for thinwire train a stream with a __len__; or give epochs=[…], whole numbers for all but the last"
             )
         lengths = [1 / len(strategies)] * (len(strategies) - 1)
     if len(lengths) not in (len(strategies), len(strategies) - 1):
