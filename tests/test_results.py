@@ -272,8 +272,12 @@ def made_up_images(folder: Path) -> None:
 def test_a_cell_that_was_packed_goes_on_elsewhere_exactly(tmp_path: Path) -> None:
     made_up_images(tmp_path)
     tiny = ["tiny", "--scale", "tiny", "--device", "cpu", "--data", "."]
-    whole = call(tmp_path, *tiny, "--out", "whole")
-    assert "1 of 1 cells are finished, 0 failed" in whole
+    whole = call(tmp_path, *tiny, "--out", "whole", "--seeds", "2", "--lanes", "2")
+    assert "2 of 2 cells are finished, 0 failed" in whole
+    assert len(list((tmp_path / "whole" / "logs").iterdir())) == 2
+    listed = call(tmp_path, *tiny, "--out", "whole", "--seeds", "2", "--only", "seed 1", "--list")
+    assert "seed 1" in listed
+    assert "seed 0" not in listed
     call(tmp_path, "one epoch", ".", "cut")
     assert "begun" in call(tmp_path, *tiny, "--out", "cut", "--list")
     call(tmp_path, *tiny, "--out", "cut", "--minutes", "0", "--pack", "packed", "--part-mib", "0.1")
@@ -282,11 +286,12 @@ def test_a_cell_that_was_packed_goes_on_elsewhere_exactly(tmp_path: Path) -> Non
     assert all(part.stat().st_size <= 0.1 * 2**20 for part in parts)
     unpacked = call(tmp_path, *tiny, "--out", "moved", "--unpack", "packed")
     assert "resuming at step 5 of 15" in unpacked
-    one, other = (json.loads((tmp_path / out / "results.json").read_text())["cells"][0] for out in ("whole", "moved"))
+    files = [json.loads((tmp_path / out / "results.json").read_text())["cells"] for out in ("whole", "moved")]
+    one, other = (next(cell for cell in cells if cell["seed"] == 0) for cells in files)
     assert {k: v for k, v in one.items() if "seconds" not in k} == {
         k: v for k, v in other.items() if "seconds" not in k
     }
-    rows = [read_rows(next((tmp_path / out / "cells").iterdir()) / "metrics.jsonl") for out in ("whole", "moved")]
+    rows = [read_rows(tmp_path / out / "cells" / one["key"] / "metrics.jsonl") for out in ("whole", "moved")]
     assert [row["train_loss"] for row in rows[0]] == [row["train_loss"] for row in rows[1]]
     assert f"{one['accuracy']:.2f} %" in call(tmp_path, *tiny, "--out", "moved", "--list")
 

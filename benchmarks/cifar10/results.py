@@ -10,6 +10,7 @@ from typing import Any
 from cifar10.cells import Cell, cells
 from cifar10.tables import SCALES, TABLES
 from conditions import Found, hardware, revision, today, versions, write_json
+from filelock import FileLock
 
 from thinwire.comm.ledger import TRAINING, bytes_of
 from thinwire.run.records import read_rows
@@ -59,23 +60,32 @@ def tables_with(cell: Cell) -> list[str]:
 
 
 class Results:
-    """A file of results. Each addition writes it anew; a result replaces an older one of the same cell."""
+    """A file of results. Each addition writes it anew; a result replaces an older one of the same cell.
+
+    Several processes may add to one file.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.cells: dict[str, Found] = {}
-        if path.exists():
-            content = json.loads(path.read_text())
+        self.read()
+
+    def read(self) -> None:
+        """Read the file again: another process may have added to it."""
+        if self.path.exists():
+            content = json.loads(self.path.read_text())
             if content.get("format") != FORMAT:
-                raise SystemExit(f"{path} has format {content.get('format')}, this program reads {FORMAT}")
-            self.cells = {one["key"]: one for one in content["cells"]}
+                raise SystemExit(f"{self.path} has format {content.get('format')}, this program reads {FORMAT}")
+            self.cells |= {one["key"]: one for one in content["cells"]}
 
     def add(self, *found: Found) -> None:
         """Add results. One that failed does not replace one that did not."""
-        for one in found:
-            if "failed" not in one or "failed" in self.cells.get(one["key"], one):
-                self.cells[one["key"]] = one
-        write_json(self.path, {"format": FORMAT, "cells": [self.cells[key] for key in sorted(self.cells)]})
+        with FileLock(self.path.with_suffix(".lock")):
+            self.read()
+            for one in found:
+                if "failed" not in one or "failed" in self.cells.get(one["key"], one):
+                    self.cells[one["key"]] = one
+            write_json(self.path, {"format": FORMAT, "cells": [self.cells[key] for key in sorted(self.cells)]})
 
     def finished(self, cell: Cell) -> Found | None:
         """The result of a cell, if it has one."""

@@ -2,6 +2,7 @@
 
     python benchmarks/cifar10/run.py ab --data DIR --out DIR2 [--minutes 9] [--seeds 2] [--tune] [--epochs 30]
                                         [--scale full|small] [--device auto|cpu|cuda] [--unpack FILE] [--pack FILE]
+                                        [--only TEXT …] [--lanes 4]
     python benchmarks/cifar10/run.py ab --out DIR2 --list
     python benchmarks/cifar10/run.py --out DIR2 --render
 
@@ -10,7 +11,9 @@ results go to DIR2/results.json. The model is tested once, when the run ends. --
 candidates, on training images that are held out: for choosing settings; its results are not on the page.
 
 With --minutes, a cell begins if it fits into what is left of them, the longest first. When none fits, the next one
-runs until an epoch's end, and goes on from its checkpoint in the next call. Where the machine is lost between calls,
+runs until an epoch's end, and goes on from its checkpoint in the next call. --lanes 4 runs four cells at a time, which
+fills a GPU that one cell does not; what they print goes to DIR2/logs. --only picks the cells whose row, as --list shows
+it, or whose key contains one of the texts. Where the machine is lost between calls,
 --pack writes results and checkpoints to FILE.0, FILE.1, … (8 of 16 MiB at most), and --unpack reads them into an empty
 DIR2; see packing.py for what fits. Cells in a copy of docs/results.json as DIR2/results.json count as finished.
 --render adds the results to docs/results.json and draws docs/results.md. THINWIRE_REVISION names the revision where
@@ -20,10 +23,14 @@ there is no git. Hosts need root, or user namespaces.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import shutil
 import sys
 import time
 from collections.abc import Iterable
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
@@ -51,6 +58,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="for the whole call; 0 = run nothing")
     parser.add_argument("--seeds", type=int, help="runs of each row; default: those of the scale")
     parser.add_argument("--epochs", type=int, help="default: those of the scale, which the page shows")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="cells with one of these in row or key")
+    parser.add_argument("--lanes", type=int, default=1, help="cells that run at the same time")
     parser.add_argument("--tune", action="store_true", help="test on held-out training images; also candidates")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--list", action="store_true", help="show the cells and run nothing")
@@ -85,6 +94,7 @@ class Call:
         self.options, self.out = options, options.out
         self.deadline = time.monotonic() + 60 * options.minutes
         self.results = Results(self.out / "results.json")
+        self.tried: set[str] = set()  # keys of cells that were begun in this call
         self.failed: set[str] = set()
         self.cells = self.of_tables(TABLES if options.table == "all" else [options.table])
 
@@ -92,7 +102,8 @@ class Call:
         """The cells of some tables, each once: tables share cells."""
         options, seeds = self.options, self.options.seeds or SCALES[self.options.scale].seeds
         found = [one for n in names for one in cells(n, options.scale, seeds, options.epochs, options.tune)]
-        return list({cell.key: cell for cell in found}.values())
+        chosen = [c for c in found if any(text in f"{label(c)}, seed {c.seed} {c.key}" for text in options.only)]
+        return list({cell.key: cell for cell in chosen}.values())
 
     def estimate(self, cell: Cell) -> float:
         """Seconds that the rest of a cell will take."""
@@ -122,20 +133,68 @@ class Call:
     def run_all(self) -> None:
         """Run cells until all are finished or the time is over."""
         with stopped_by_signals():
-            while cell := self.next_cell():
-                print(f"{label(cell)}, seed {cell.seed}: about {format_seconds(self.estimate(cell))}", flush=True)
-                self.run(cell)
+            if self.options.lanes > 1:
+                self.run_lanes()
+            else:
+                while cell := self.next_cell():
+                    self.run(cell)
         left = [cell for cell in self.cells if not self.results.finished(cell)]
         print(f"{len(self.cells) - len(left)} of {len(self.cells)} cells are finished, {len(self.failed)} failed")
+
+    def run_lanes(self) -> None:
+        """Run several cells at a time, each in a process of its own that writes to a log of its own."""
+        running: dict[BaseProcess, Cell] = {}
+        try:
+            while True:
+                while len(running) < self.options.lanes and (cell := self.next_cell()):
+                    process = multiprocessing.get_context("fork").Process(target=self.run_in_lane, args=(cell,))
+                    process.start()
+                    running[process] = cell
+                if not running:
+                    return
+                wait([process.sentinel for process in running])
+                for process in [one for one in running if one.exitcode is not None]:
+                    self.say_end_of(running.pop(process), process.exitcode or 0)
+        finally:
+            for process in running:
+                process.terminate()
+            for process in running:
+                process.join()
+
+    def run_in_lane(self, cell: Cell) -> None:
+        """In a process of its own: run a cell. The exit code is 1 if it failed."""
+        log = self.out / "logs" / f"{cell.key}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        try:
+            self.run(cell)
+        except Stopped as stopped:
+            sys.exit(str(stopped))
+        sys.exit(1 if self.failed else 0)
+
+    def say_end_of(self, cell: Cell, exit_code: int) -> None:
+        """Print how a cell of a lane ended."""
+        self.results.read()
+        result = self.results.finished(cell)
+        if exit_code:
+            self.failed.add(cell.key)
+        ended = f"{result['accuracy']:.2f} %, {format_seconds(result['seconds'])}" if result else "stopped in time"
+        print(f"{label(cell)}, seed {cell.seed}: {'failed, see logs' if exit_code else ended}", flush=True)
 
     def next_cell(self) -> Cell | None:
         """The cell to run now: of those that fit, one that has begun, or the longest; else one to begin or continue."""
         left = self.deadline - time.monotonic()
-        cells = [c for c in self.cells if not self.results.finished(c) and c.key not in self.failed]
+        cells = [c for c in self.cells if not self.results.finished(c) and c.key not in self.tried]
         cells.sort(key=lambda cell: (not self.has_begun(cell), -self.estimate(cell)))
         fitting = [cell for cell in cells if self.estimate(cell) <= left]
         some_epochs = [cell for cell in cells if self.estimate(cell) / 5 + START_SECONDS <= left]
-        return next(iter(fitting + some_epochs), None)
+        cell = next(iter(fitting + some_epochs), None)
+        if cell:
+            self.tried.add(cell.key)
+            print(f"{label(cell)}, seed {cell.seed}: about {format_seconds(self.estimate(cell))}", flush=True)
+        return cell
 
     def run(self, cell: Cell) -> None:
         """Run a cell, or the rest of it, until the time is over."""
