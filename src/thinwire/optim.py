@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field, NonNegativeFloat
-from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -139,25 +138,6 @@ def scaled_lr(optimizer: Optimizer, factor: float, warmup: float = 1.0) -> Itera
     finally:
         for group, lr in unscaled:
             group["lr"] = lr
-
-
-def share_weight_decay(optimizer: Optimizer, parameters: Iterable[Tensor], share: float) -> None:
-    """Let these parameters decay by a share of the optimizer's weight decay, in parameter groups of their own.
-
-    >>> factor, rest = Parameter(torch.ones(1)), Parameter(torch.ones(1))
-    >>> made = torch.optim.AdamW([factor, rest], 0.1, weight_decay=0.2)
-    >>> share_weight_decay(made, [factor], 0.5)
-    >>> [(group["weight_decay"], len(group["params"])) for group in made.param_groups]
-    [(0.2, 1), (0.1, 1)]
-    """
-    wanted = {id(p) for p in parameters}
-    for group in list(optimizer.param_groups):
-        mine = [p for p in group["params"] if id(p) in wanted]
-        if mine and group.get("weight_decay"):
-            group["params"] = [p for p in group["params"] if id(p) not in wanted]
-            optimizer.param_groups.append({**group, "params": mine, "weight_decay": share * group["weight_decay"]})
-            if not group["params"]:
-                optimizer.param_groups.remove(group)
 
 
 def learning_rates(optimizer: Optimizer) -> list[float]:

@@ -733,55 +733,6 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, 0.01, weight_decay=0.1)
 
 
-DECAYED = 0.01  # of a weight, in each step
-
-
-def constant_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Its gradients are zero, so that optimizers do nothing but decay weights."""
-    return 0 * nn.functional.cross_entropy(outputs, targets)
-
-
-def _thin_net() -> nn.Sequential:
-    net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
-    with torch.no_grad():
-        net[2].weight.copy_(torch.randn(16, 4) @ torch.randn(4, 16))  # of rank 4, so that nothing is cut off
-    return net
-
-
-THIN = seeded(7, _thin_net)
-
-
-def decayed(comm: Comm, sync: str, group: int, joint: int, optimizer: str) -> list[float]:
-    """The size of the factored weight, as a share of its first size, after every step; alike on all ranks."""
-    make = {
-        "adamw": lambda p: torch.optim.AdamW(p, 0.1, weight_decay=10 * DECAYED),
-        "sgd": lambda p: torch.optim.SGD(p, 0.1, weight_decay=10 * DECAYED),
-    }[optimizer]
-    spec = f"ab(sync_every=5, warmup=2, rebound=1, climb=0, cutoff=0.001, sync={sync}, group_size={group}"
-    strategy = tw.prepare(
-        f"{spec}, joint={joint})", model=copy.deepcopy(THIN), optimizer=make, loss=constant_loss, comm=comm, epochs=1
-    )
-    strategy.begin_epoch(14)
-    sizes = []
-    for batch in batches(14, 8):
-        steps(strategy, [batch])
-        assert strategy.phase in ("warmup", "rebound") or strategy.layer_ranks == {"2": 4}
-        sizes.append((strategy.consolidate()[2].weight.norm() / THIN[2].weight.norm()).item())
-    return sizes
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-@pytest.mark.parametrize(
-    ("sync", "group", "joint"), [("learned", 2, 5), ("learned", 4, 5), ("stale", 2, 0), ("full", 2, 0)]
-)
-def test_weights_decay_as_fast_in_factors_as_in_full(sync: str, group: int, joint: int, optimizer: str) -> None:
-    """To first order in what decays between two syncs: half the decay on both factors, or all of it on one."""
-    found = tw.simulate(lambda comm: decayed(comm, sync, group, joint, optimizer), ranks=4)
-    assert all(sizes == found[0] for sizes in found)
-    expected = [(1 - DECAYED) ** (i + 1) for i in range(14)]
-    assert found[0] == pytest.approx(expected, rel=2e-3), "with the whole decay on both factors it is 8 % less"
-
-
 def in_rebound(comm: Comm, moments: str, optimizer: str) -> tuple[list[bool], dict[str, Tensor]]:
     spec = f"ab(sync_every=6, warmup=2, rebound=3, climb=1, cutoff=0.7, moments={moments})"
     strategy = tw.prepare(

@@ -26,10 +26,10 @@ from thinwire.exchange.gradients import GradientExchange, make_exchange
 from thinwire.reducers.base import Reducer
 from thinwire.reducers.mean import mean
 from thinwire.reducers.states import carry_over, load_states, without_residuals
-from thinwire.strategies.ab_groups import Role, make_groups
+from thinwire.strategies.ab_groups import make_groups
 from thinwire.strategies.ab_moments import PhaseMoments, full_rank_name, optimizer_states
 from thinwire.strategies.ab_phases import Length, LengthOrZero, Phase, PhaseLengths, Phases, say_if_unplanned
-from thinwire.strategies.ab_sync import Sync, average_groups, half_decay_factors
+from thinwire.strategies.ab_sync import Sync, average_groups
 from thinwire.strategies.base import Artifact, SmallModel, Strategy, factored_artifact
 from thinwire.strategies.groups import first_alike
 from thinwire.strategies.learner import Learner
@@ -161,13 +161,12 @@ class AB(Strategy):
 
     def _begin_phase(self, states: Mapping[str, OptimizerState]) -> None:
         """Train everything with all ranks or, in an ab phase, this group's factor and the rest inside the group."""
-        factors: Role = self.role if self.phase == "ab" else "AB"
-        layers = self.factoring.factored_layers(self.model).values()
-        for layer in layers:
-            layer.train_only(factors)
-        names = ((name, full_rank_name(name, self.layer_ranks)) for name, _ in self.model.named_parameters())
-        known = {name: states[full] for name, full in names if full in states}
-        self.learner.new_optimizer(known, half_decay_factors(layers, self.sync, factors))
+        factors = self.role if self.phase == "ab" else "AB"
+        for layer in self.factoring.factored_layers(self.model).values():
+            layer.A.requires_grad_("A" in factors)
+            layer.B.requires_grad_("B" in factors)
+        full_names = {name: full_rank_name(name, self.layer_ranks) for name, _ in self.model.named_parameters()}
+        self.learner.new_optimizer({name: states[full] for name, full in full_names.items() if full in states})
         reducer_states = self.exchange.states
         del self.exchange  # before the next one is made: both hook the same parameters
         self.exchange = make_exchange(self.model, self.reducer, self.group if self.phase == "ab" else self.comm)
@@ -215,7 +214,8 @@ class AB(Strategy):
             with self.comm.ledger.purpose("sync", instead_of="train"):
                 calibrate_batchnorm(whole, self.inputs, self.comm, self.recipe.batch_loss.run, self.recipe.autocast)
         for layer in self.factoring.factored_layers(whole).values():
-            layer.train_only("AB")
+            layer.A.requires_grad_(True)
+            layer.B.requires_grad_(True)
         return to_standard_modules(whole, self.factoring.layers_read_on_any_rank() if factored else ())
 
     def _statistics_fit(self) -> bool:

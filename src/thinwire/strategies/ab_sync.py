@@ -9,17 +9,15 @@ Everything that is not factored becomes its mean over all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from thinwire.comm.base import Comm
 from thinwire.comm.collectives import coalesced
 from thinwire.exchange.factoring import Factoring
-from thinwire.strategies.ab_groups import Groups, Role
-from thinwire.surgery.lowrank import Factored
+from thinwire.strategies.ab_groups import Groups
 
 Sync = Literal["learned", "stale", "full"]
 
@@ -38,12 +36,3 @@ def average_groups(model: nn.Module, sync: Sync, factoring: Factoring, groups: G
     factors = {id(weight) for layer in layers for weight in (layer.A, layer.B)}
     with comm.ledger.purpose("sync", instead_of="train"):
         coalesced([p for p in model.parameters() if p.requires_grad or id(p) in factors], comm.mean)
-
-
-def half_decay_factors(layers: Iterable[Factored], sync: Sync, role: Role) -> list[Tensor]:
-    """The factors that decay at half the rate, so that W = A·B decays as a full weight would.
-
-    These are A and B where one rank trains both, or where each is trained by a part of the ranks and a sync takes both
-    in full. The other syncs take the mean with what did not decay, which halves the decay by itself.
-    """
-    return [factor for x in layers for factor in (x.A, x.B)] if role == "AB" or sync == "learned" else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,7 +18,7 @@ from thinwire.errors import UsageError
 from thinwire.exchange.buckets import missing_gradient_error
 from thinwire.exchange.gradients import GradientExchange
 from thinwire.losses import CountedCalls, LossValue, channels_last
-from thinwire.optim import learning_rates, refuse_changed_lr, refuse_scheduler, scaled_lr, share_weight_decay
+from thinwire.optim import learning_rates, refuse_changed_lr, refuse_scheduler, scaled_lr
 from thinwire.strategies.clipping import are_alike, clip_gradients, gradient_norm
 from thinwire.strategies.finite import FiniteCheck
 from thinwire.strategies.recipe import Recipe
@@ -49,13 +49,10 @@ class Learner:
         self._autocast = bfloat16_autocast(self.device, recipe.autocast)
         self._finite_check = FiniteCheck()
 
-    def new_optimizer(
-        self, states: Mapping[str, OptimizerState] | None = None, half_decay: Collection[Tensor] = ()
-    ) -> None:
+    def new_optimizer(self, states: Mapping[str, OptimizerState] | None = None) -> None:
         """Make an optimizer for the model's present parameters. `states`: its state for some of them, by name.
 
-        Parameters in `half_decay` get half of the weight decay. To be called whenever the model was replaced or got
-        other parameters: they are listed here, not in every step.
+        To be called whenever the model was replaced or got other parameters: they are listed here, not in every step.
         """
         self.is_channels_last = self._allows_channels_last and memory_format.use_channels_last(self.model)
         self._parameters = dict(self.model.named_parameters())
@@ -69,7 +66,6 @@ class Learner:
         self._refuse_lost_lr()
         self.device = next(iter(self._parameters.values())).device
         self.optimizer = self.recipe.optimizer(list(trainable.values()))
-        share_weight_decay(self.optimizer, half_decay, 0.5)
         self.initial_lrs = learning_rates(self.optimizer)
         own = {id(p) for p in self._parameters.values()}
         if any(id(p) not in own for group in self.optimizer.param_groups for p in group["params"]):

@@ -53,11 +53,6 @@ class Factored(nn.Sequential):
     def B(self) -> Tensor:
         return self.down.weight if self._is_tall else self.up.weight
 
-    def train_only(self, factors: str) -> None:
-        """Let gradients be computed of A, of B or, with "AB", of both factors, and of no other."""
-        self.A.requires_grad_("A" in factors)
-        self.B.requires_grad_("B" in factors)
-
     @property
     def _is_tall(self) -> bool:
         return len(weight_matrix(self.up)) >= self.down.weight[0].numel()
