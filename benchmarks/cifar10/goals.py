@@ -43,10 +43,10 @@ class Line(NamedTuple):
         return statistics.fmean((one["small_model"] or one)["accuracy"] for one in self.found)
 
 
-def line(results: Results, scale: ScaleName, row: Row) -> Line:
-    """The results of a row at the scale's length, of all seeds that there are."""
+def line(results: Results, scale: ScaleName, row: Row, tune: bool = False) -> Line:
+    """The results of a row at the scale's length, of all seeds that there are; with `tune` those of --tune."""
     epochs = SCALES[scale].epochs
-    by_seed = {seed: Cell(scale, row, seed, epochs) for seed in range(MOST_SEEDS)}
+    by_seed = {seed: Cell(scale, row, seed, epochs, tune) for seed in range(MOST_SEEDS)}
     found = [one for cell in by_seed.values() if (one := results.finished(cell))]
     return Line(row, by_seed[0], found)
 
@@ -56,9 +56,15 @@ def lines(results: Results, scale: ScaleName, table: Table) -> list[Line]:
     return [line(results, scale, row) for row in table.rows]
 
 
+def tried(results: Results, table: Table) -> list[Line]:
+    """The rows and candidates of a table that were tried on held-out training images."""
+    found = (line(results, "full", row, tune=True) for row in table.rows + table.candidates)
+    return [one for one in found if one.found]
+
+
 def reference(own: Line, of_table: list[Line]) -> Line | None:
     """The first line of the same model, if both are measured and it is another one."""
-    first = next(one for one in of_table if one.row.model == own.row.model)
+    first = next(one for one in of_table if one.row.model == own.row.model)  # of --tune: the first one that was tried
     return first if first is not own and first.found and own.found else None
 
 
@@ -87,4 +93,5 @@ def _verdict(goal: Goal, own: Line, than: Line) -> str:
     if goal.ratio is not None:
         reached.append(own.ratio >= goal.ratio)
         texts.append(f"{own.ratio:.1f} : 1")
-    return f"**{'reached' if all(reached) else 'not reached'}** ({', '.join(texts)}; {len(own.found)} seeds)"
+    seeds = "1 seed" if len(own.found) == 1 else f"{len(own.found)} seeds"
+    return f"**{'reached' if all(reached) else 'not reached'}** ({', '.join(texts)}; {seeds})"

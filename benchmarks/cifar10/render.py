@@ -8,9 +8,9 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from cifar10.goals import Line, lines, reference, verdict
+from cifar10.goals import Line, lines, reference, tried, verdict
 from cifar10.results import Results, label
-from cifar10.tables import SCALES, SCHEDULE, TABLES, Goal, ScaleName, Table
+from cifar10.tables import SCALES, SCHEDULE, TABLES, TUNING_IMAGES, Goal, ScaleName, Table
 from conditions import where
 from floor_render import markdown, with_section
 
@@ -73,9 +73,12 @@ def section(results: Results, scale: ScaleName) -> str:
         parts += [f"### {table.title}", f"```text\n{command(name, scale)}\n```"]
         if picture(results, scale, table):
             parts.append(f"![Accuracy over bytes between nodes: {table.title}]({picture_name(scale, name)})")
-        parts.append(markdown(table_cells(results, scale, name)))
+        parts.append(markdown(table_cells(results, name, lines(results, scale, table))))
         if scale == "full" and table.goals:
             parts.append("\n".join(["Goals:", "", *(goal_text(results, goal) for goal in table.goals)]))
+        if scale == "full" and name != "pareto" and (of_tuning := tried(results, table)):
+            parts.append(f"Tried on {TUNING_IMAGES:,} training images that were held out (`--tune`):")
+            parts.append(markdown(table_cells(results, name, of_tuning)))
     return "\n\n".join(parts)
 
 
@@ -115,9 +118,8 @@ def about(results: Results, scale: ScaleName) -> str:
     return "\n\n".join([text, measured, markdown((heads, rows))])
 
 
-def table_cells(results: Results, scale: ScaleName, name: str) -> tuple[list[str], list[list[str]]]:
-    """The table as heads and rows."""
-    own = lines(results, scale, TABLES[name])
+def table_cells(results: Results, name: str, own: list[Line]) -> tuple[list[str], list[list[str]]]:
+    """The table of these lines as heads and rows."""
     is_pareto, has_small = name == "pareto", any(one.found and one.ratio > 1 for one in own)
     heads = ["row", "accuracy", "difference", "seeds", "sent by a rank", "between nodes", "share"]
     heads += ["small model"] * has_small + [f"reaches the first − {POINTS}"] * is_pareto + ["time"]

@@ -16,6 +16,7 @@ from thinwire.comm.ledger import TRAINING, bytes_of
 from thinwire.run.records import read_rows
 
 FORMAT = 1
+USUAL_RANKS = 4  # of a row
 START_SECONDS = 20.0  # to start ranks, to test the model and to write it
 DECIDED = (
     "strategy", "model", "optimizer", "schedule", "lr", "clip_norm", "batch_size", "autocast", "ranks", "epochs",
@@ -45,7 +46,9 @@ def record(cell: Cell, summary: dict[str, Any], device: str) -> Found:
 def label(cell: Cell, mark: str = "") -> str:
     """The row of a cell in words; `mark` is put around the strategy."""
     epochs, ranks = cell.settings["epochs"], cell.row.ranks
+    images, usual = ranks * cell.settings["batch_size"], USUAL_RANKS * SCALES[cell.scale].batch_size
     others = [f"{epochs} epochs"] * (cell.row.epochs != 1) + ["one rank"] * (ranks == 1)
+    others += [f"{images} images an update"] * (images != usual)
     others += [f"learning rate {cell.settings['lr']:g}"] * (cell.row.lr != 1)
     return ", ".join([f"{cell.model.name}: {mark}{cell.row.spec(cell.scale)}{mark}", *others])
 
