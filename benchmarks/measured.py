@@ -14,18 +14,25 @@ RESULTS = Path(__file__).parent.parent / "docs" / "results.json"
 
 
 def cells() -> list[dict]:
-    """The cells of results.json, with one text for all that decides a run besides strategy and seed."""
+    """The cells of results.json, with one text for all that decides a run besides strategy and seed.
+
+    Those of one rank are left out: nothing is exchanged there.
+    """
     rows = json.loads(RESULTS.read_text())["cells"]
-    return [
-        {
-            **row,
-            "setting": (
-                f"CIFAR-10{' of 4,000 images' if row['scale'] == 'small' else ''}, {row['model']}, "
-                f"{row['optimizer'].partition('(')[0]}, {row['ranks']} ranks, {row['epochs']} epochs"
-            ),
-        }
-        for row in rows
-    ]
+    return [{**row, "setting": setting(row)} for row in rows if row["ranks"] > 1]
+
+
+def setting(row: dict) -> str:
+    """All that decides a run of the page besides strategy and seed."""
+    images = (
+        " of 4,000 images"
+        if row["scale"] == "small"
+        else f" without {row['held_out']:,} images"
+        if row["held_out"]
+        else ""
+    )
+    optimizer = row["optimizer"].partition("(")[0]
+    return f"CIFAR-10{images}, {row['model']}, {optimizer}, {row['ranks']} ranks, {row['epochs']} epochs"
 
 
 def text() -> str:

@@ -104,12 +104,12 @@ class Table:
 
 
 DP = "data_parallel"
-EXACT, BITS8, BITS4, BITS2, POWER = (
+EXACT, BITS8, BITS4, FED_BITS4, BITS2, POWER = COMPRESSION = (
     DP, *(f"{DP}(reducer={reducer})" for reducer in (
-        "maxnorm", "maxnorm(bits=4)", "error_feedback(maxnorm(bits=2))", "powersgd(rank=4)"
+        "maxnorm", "maxnorm(bits=4)", "error_feedback(maxnorm(bits=4))", "error_feedback(maxnorm(bits=2))",
+        "powersgd(rank=4)",
     ))
 )  # fmt: skip
-COMPRESSION = (EXACT, BITS8, BITS4, BITS2, POWER)
 AB, AB_ALONE = "ab(cutoff=0.3)", "ab(cutoff=0.3, joint=0)"  # with a joint end, and as published
 AB_THEN_EXACT = f"sequence([ab(cutoff=0.4, joint=0), {DP}], [0.6, 0.4])"
 AB_THEN_BITS4 = f"sequence([ab(cutoff=0.4, joint=0), {BITS4}], [0.6, 0.4])"
@@ -118,7 +118,7 @@ IST_THEN_LOCAL = f"sequence([{SUBNETS}, local_sgd(every=16)], [0.6, 0.4], schedu
 FRAGMENTS4 = "diloco(fragments=4, reducer=maxnorm(bits=4))"
 BEGINNINGS = ((DP, "local_sgd"), (DP, "diloco"), (BITS4, "local_sgd(reducer=maxnorm(bits=4))"), (BITS4, FRAGMENTS4))
 DASO = ("daso", "daso(warmup_epochs=1, cooldown_epochs=1)")  # at the full and at the small scale
-POOLINGS = ("['14', '24', '34']", "['3', '7', '14']")  # layers of VGG16 and of VGG8, all but one behind poolings
+POOLINGS, EQUAL = "['14', '24', '34']", "['10', '20', '30']"  # layers of VGG16: behind poolings; at equal operations
 PERIODIC = ("local_sgd", "diloco", "diloco(fragments=4)")
 
 
@@ -166,9 +166,10 @@ def _compression_table() -> Table:
     rows = {(model, strategy): Row(model, strategy) for model in ("main", "vgg") for strategy in COMPRESSION}
     goals = []
     for model in ("main", "vgg"):
-        exact, bits4, bits2 = (rows[model, strategy] for strategy in (EXACT, BITS4, BITS2))
+        exact, bits2 = rows[model, EXACT], rows[model, BITS2]
+        bits4 = [rows[model, BITS4], rows[model, FED_BITS4]]
         goals += [
-            Goal("4 bits: a seventh of the bytes within 0.3 points", [bits4], exact, points=0.3, sent=1 / 7),
+            Goal("4 bits: a seventh of the bytes within 0.3 points", bits4, exact, points=0.3, sent=1 / 7),
             Goal("2 bits with error feedback within 0.5 points", [bits2], exact, points=0.5),
         ]
     return Table("Compressed gradients", list(rows.values()), goals)
@@ -179,14 +180,15 @@ def _local_table() -> Table:
     thin = [thin_alone, Row("thin", "local_parallel(blocks=4)", batch=0.25)]
     thin += [replace(row, batch=2 * row.batch, epochs=3.0) for row in thin]
     vgg = Row("vgg_sgd", "local_parallel(blocks=4)", batch=0.25)
-    at_poolings = Row("vgg_sgd", *(f"local_parallel(blocks=4, cut={cut})" for cut in POOLINGS), batch=0.25)
     vgg_alone = Row("vgg_sgd", DP, ranks=1)
     goals = [
         Goal("error of at most 8.6 %", thin[1::2], thin_alone, accuracy=91.4),
-        Goal("within 0.5 points of one rank", [vgg, at_poolings], vgg_alone, points=0.5),
+        Goal("within 0.5 points of one rank", [vgg], vgg_alone, points=0.5),
     ]
-    rows = [*thin, vgg_alone, vgg, at_poolings]
-    candidates = [Row("vgg_sgd", "local_parallel(blocks=4, window=2)", batch=0.25)]
+    candidates = [replace(vgg, strategy=f"local_parallel(blocks=4, cut={cut})") for cut in (EQUAL, POOLINGS)]
+    candidates += [replace(row, strategy="local_parallel(blocks=4, window=2)") for row in (vgg, thin[1])]
+    candidates += [replace(thin[1], strategy="local_parallel(blocks=4, head=auglocal(depth=4))")]
+    rows = [*thin, vgg_alone, vgg]
     return Table("Local losses: four blocks on four ranks", rows, goals, candidates)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
 
 import pytest
@@ -10,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import thinwire as tw
 from thinwire import registry
 from thinwire.errors import UsageError
+from thinwire.strategies.stages.cutting import find_starts
 from thinwire.surgery.blocks import balanced_starts, check_ties
 from thinwire.surgery.costs import activations, flops, seconds
 from thinwire.surgery.segments import segments_of
@@ -168,6 +171,47 @@ def test_the_dearest_block_is_as_cheap_as_can_be(costs: list[int], data: st.Data
     assert found == sorted(set(found))
     assert found[0] == 0
     assert dearest(found) == min(dearest([0, *cut]) for cut in combinations(range(1, len(costs)), count - 1))
+
+
+COSTS_AND_SIZES = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9)), min_size=1, max_size=8)
+
+
+@given(COSTS_AND_SIZES, st.data())
+def test_the_least_is_sent_among_ways_that_cost_a_tenth_more(
+    segments: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    costs, sizes = [cost for cost, _ in segments], [size for _, size in segments]
+    count = data.draw(st.integers(1, len(costs)))
+
+    def measured(starts: Sequence[int]) -> tuple[int, float, float]:
+        """What is sent, the cost of the dearest block, and the sum of squared costs."""
+        ends = [*starts[1:], len(costs)]
+        blocks = [sum(costs[a:b]) for a, b in zip(starts, ends, strict=True)]
+        return sum(sizes[i] for i in starts[1:]), max(blocks), sum(cost**2 for cost in blocks)
+
+    _, dearest, squares = measured(balanced_starts(costs, count))
+    ways = [measured([0, *cut]) for cut in combinations(range(1, len(costs)), count - 1)]
+    allowed = [way for way in ways if way[1] <= 1.1 * dearest and way[2] <= 1.1 * squares]
+    found = balanced_starts(costs, count, sizes)
+    assert len(found) == count
+    assert found == sorted(set(found))
+    assert measured(found) in allowed
+    assert measured(found)[0] == min(sent for sent, _, _ in allowed)
+    assert balanced_starts(costs, count, [1] * len(costs)) == balanced_starts(costs, count), "sizes say nothing"
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks", "expected"), [("vgg16", 4, ["14", "24", "34"]), ("resnet18", 3, ["6", "9"])]
+)
+def test_convolutional_models_are_cut_where_images_are_small(name: str, blocks: int, expected: list[str]) -> None:
+    torch.manual_seed(0)
+    shape, inputs = IMAGES
+    model = registry.build("models", name, shape, 10)
+    passed = activations([segment.module for segment in segments_of(model)], inputs)[:-1]
+    comm = tw.simulate(lambda comm: comm, ranks=1)[0]
+    segments = segments_of(model)
+    starts = find_starts("flops", blocks, segments, passed, comm)
+    assert [segments[i].name for i in starts[1:]] == expected
 
 
 def test_operations_are_counted_forward_and_backward() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from math import inf
+from typing import NamedTuple
 
 from torch import nn
 
@@ -10,6 +13,7 @@ from thinwire.common.tensors import named_tensors
 from thinwire.errors import UsageError
 
 MAX_LISTED = 12  # names in a message
+NEARLY = 1.1  # times the least cost is little enough, if less is sent
 
 
 def resolve_layer_names(names: Sequence[str], possible: Sequence[str]) -> list[str]:
@@ -33,38 +37,62 @@ def list_names(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_LISTED]) + (", …" if len(names) > MAX_LISTED else "")
 
 
-def balanced_starts(costs: Sequence[float], num_blocks: int) -> list[int]:
+class Way(NamedTuple):
+    """A way to cut the first segments into blocks."""
+
+    sent: float  # the sizes of what passes between its blocks
+    squares: float  # Σ cost² of its blocks
+    starts: list[int]
+
+
+def balanced_starts(costs: Sequence[float], num_blocks: int, sizes: Sequence[float] | None = None) -> list[int]:
     """The segments at which blocks begin, given the cost of each segment.
 
     The cost of the dearest block is the least possible; of all such ways, the one with the least Σ cost² is taken.
+    With the sizes of what segments take in, it is the way that passes on least among those whose dearest block and
+    whose Σ cost² are at most a tenth larger.
 
-    >>> balanced_starts([1, 1, 1, 3], 2)
+    >>> balanced_starts([1, 1, 1, 3], 2), balanced_starts([10, 10, 9, 9], 2, sizes=[3, 8, 8, 4])
+    ([0, 3], [0, 2])
+    >>> balanced_starts([10, 9, 1, 10], 2, sizes=[3, 8, 8, 4])
     [0, 3]
     """
     n = len(costs)
-    cumulative = [0.0]
-    for cost in costs:
-        cumulative.append(cumulative[-1] + cost)
+    cumulative = [0.0, *itertools.accumulate(costs)]
+    dearest = [0.0] + [inf] * n  # of as many blocks as were looked at, up to each segment
+    for k in range(1, num_blocks + 1):
+        ends = range(k, n + 1)
+        least = (
+            min(max(dearest[begin], cumulative[end] - cumulative[begin]) for begin in range(k - 1, end)) for end in ends
+        )
+        dearest = [inf] * k + list(least)
+    balanced = min(_ways(cumulative, [0.0] * n, num_blocks, dearest[n], inf))
+    if sizes is None:
+        return balanced.starts
+    thinnest = min(_ways(cumulative, sizes, num_blocks, NEARLY * dearest[n], NEARLY * balanced.squares))
+    return thinnest.starts if thinnest.sent < sum(sizes[i] for i in balanced.starts[1:]) else balanced.starts
 
-    def cost_of(begin: int, end: int) -> float:
-        return cumulative[end] - cumulative[begin]
 
-    # best[k, end]: k blocks up to segment `end`; the dearest one's cost, Σ cost², and where they begin
-    best: dict[tuple[int, int], tuple[float, float, list[int]]] = {(0, 0): (0.0, 0.0, [])}
+def _ways(
+    cumulative: Sequence[float], sizes: Sequence[float], num_blocks: int, dearest: float, squares: float
+) -> list[Way]:
+    """Of all ways whose blocks cost at most `dearest` and `squares`, those that no other one beats in both respects."""
+    n = len(cumulative) - 1
+    ways = {(0, 0): [Way(0.0, 0.0, [])]}  # by number of blocks, and where the last one ends
     for k in range(1, num_blocks + 1):
         for end in range(k, n - (num_blocks - k) + 1):
-            ways = [
-                (
-                    max(best[k - 1, begin][0], cost_of(begin, end)),
-                    best[k - 1, begin][1] + cost_of(begin, end) ** 2,
-                    begin,
-                )
+            longer = (
+                Way(way.sent + (sizes[begin] if begin else 0), way.squares + cost**2, [*way.starts, begin])
                 for begin in range(k - 1, end)
-                if (k - 1, begin) in best
-            ]
-            dearest, squares, begin = min(ways)
-            best[k, end] = dearest, squares, [*best[k - 1, begin][2], begin]
-    return best[num_blocks, n][2]
+                if (cost := cumulative[end] - cumulative[begin]) <= dearest
+                for way in ways.get((k - 1, begin), [])
+            )
+            kept: list[Way] = []
+            for way in sorted(longer):
+                if way.squares <= squares and (not kept or way.squares < kept[-1].squares):
+                    kept.append(way)
+            ways[k, end] = kept
+    return ways[num_blocks, n]
 
 
 def check_ties(blocks: Sequence[nn.Module], model: nn.Module) -> None:

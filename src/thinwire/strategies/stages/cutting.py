@@ -1,4 +1,7 @@
-"""Where a model is cut into blocks, one for each stage: at named layers, or so that blocks cost the same."""
+"""Where a model is cut into blocks, one for each stage: at named layers, or so that blocks cost nearly the same.
+
+Of cuts that are nearly as equal as can be, the one that passes on least is taken: it is sent in every step.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,8 @@ def find_starts(
         return [0, *(i for i, segment in enumerate(segments) if segment.name in begins)]
     starts = [0] * num_blocks
     if comm.rank == 0:
-        starts = balanced_starts(_costs(cut, segments, inputs), num_blocks)
+        sizes = [float(x.numel() * x.element_size()) for x in inputs]
+        starts = balanced_starts(_costs(cut, segments, inputs), num_blocks, sizes)
     with comm.ledger.purpose("start"):
         return [int(i) for i in comm.broadcast(torch.tensor(starts))]
 
