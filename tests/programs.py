@@ -78,6 +78,7 @@ def ask(path: str, host: str, arguments: Sequence[str]) -> int:
 
 def serve(path: str) -> None:
     """Fork a program for every request, until stdin ends."""
+    import gc
     import importlib
     import multiprocessing.util
 
@@ -90,6 +91,7 @@ def serve(path: str) -> None:
             print("listening", flush=True)
             for name in MODULES:
                 importlib.import_module(name)
+            gc.freeze()  # what is imported stays: no program's search for garbage looks at it
             multiprocessing.util.spawnv_passfds = fork_instead  # type: ignore[attr-defined]
             events.register(sys.stdin, selectors.EVENT_READ)
             events.register(listener, selectors.EVENT_READ)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -156,6 +157,7 @@ def _run_once(world: dict[str, int], port: int, pipe: Any, function: Callable[..
 def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
     import torch
 
+    gc.freeze()  # what the fork server imported stays: no search for garbage looks at it
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
