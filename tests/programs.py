@@ -32,8 +32,17 @@ SOCKET = str(Path(tempfile.gettempdir(), f"tw-programs-{os.getpid()}"))
 PYTHON = [sys.executable, "-SE", __file__, SOCKET, "null"]  # takes the arguments of Python: -m module, or a script
 NOTE = "PROGRAM_NOTE"  # a file descriptor to which the number of the program's session is written
 MODULES = (
-    "thinwire.run.worker",
+    "thinwire.cli",
+    "thinwire.compare.runner",
+    "thinwire.compare.finish",
+    "thinwire.advice.doctor",
+    "thinwire.advice.plan",
     "thinwire.launch.launcher",
+    "thinwire.launch.rendezvous",
+    "thinwire.run.worker",
+    "thinwire.strategies.data_parallel",
+    "thinwire.tasks.digits",
+    "thinwire.tasks.models",
     "torch._dynamo",
     "torch.distributed.elastic.agent.server.api",
 )
