@@ -32,8 +32,17 @@ SOCKET = str(Path(tempfile.gettempdir(), f"tw-programs-{os.getpid()}"))
 PYTHON = [sys.executable, "-SE", __file__, SOCKET, "null"]  # takes the arguments of Python: -m module, or a script
 NOTE = "PROGRAM_NOTE"  # a file descriptor to which the number of the program's session is written
 MODULES = (
-    "thinwire.run.worker",
+    "thinwire.cli",
+    "thinwire.compare.runner",
+    "thinwire.compare.finish",
+    "thinwire.advice.doctor",
+    "thinwire.advice.plan",
     "thinwire.launch.launcher",
+    "thinwire.launch.rendezvous",
+    "thinwire.run.worker",
+    "thinwire.strategies.data_parallel",
+    "thinwire.tasks.digits",
+    "thinwire.tasks.models",
     "torch._dynamo",
     "torch.distributed.elastic.agent.server.api",
 )
@@ -78,6 +87,7 @@ def ask(path: str, host: str, arguments: Sequence[str]) -> int:
 
 def serve(path: str) -> None:
     """Fork a program for every request, until stdin ends."""
+    import gc
     import importlib
     import multiprocessing.util
 
@@ -90,6 +100,7 @@ def serve(path: str) -> None:
             print("listening", flush=True)
             for name in MODULES:
                 importlib.import_module(name)
+            gc.freeze()  # what is imported stays: no program's search for garbage looks at it
             multiprocessing.util.spawnv_passfds = fork_instead  # type: ignore[attr-defined]
             events.register(sys.stdin, selectors.EVENT_READ)
             events.register(listener, selectors.EVENT_READ)

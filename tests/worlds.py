@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import multiprocessing
 import os
 import pickle
+import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,6 +25,7 @@ from thinwire.comm.ledger import Ledger
 from thinwire.comm.store import local_store
 
 REPLY_SECONDS = 100
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 World = Callable[..., list[Any]]  # run(function, ranks, *args) → each rank's result
 
 
@@ -67,6 +71,8 @@ class ProcessWorlds:
 
 
 class _ProcessWorld:
+    """Its processes are stopped while no test uses them: each of gloo's threads would wake up 100 times a second."""
+
     def __init__(self, size: int) -> None:
         self.store = local_store(size)
         context = multiprocessing.get_context("forkserver")
@@ -82,6 +88,7 @@ class _ProcessWorld:
             self.processes.append(one)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        self._signal(signal.SIGCONT)
         for pipe in self.pipes:
             pipe.send_bytes(pickle.dumps((function, args)))
         replies = []
@@ -90,10 +97,17 @@ class _ProcessWorld:
                 self.close()
                 raise TimeoutError(f"rank {rank} did not answer within {REPLY_SECONDS} s")
             replies.append(pickle.loads(pipe.recv_bytes()))
+        self._signal(signal.SIGSTOP)
         for rank, (ok, value) in enumerate(replies):
             if not ok:
                 raise AssertionError(f"on rank {rank}:\n{value}")
         return [value for _, value in replies]
+
+    def _signal(self, number: signal.Signals) -> None:
+        for one in self.processes:
+            assert one.pid is not None
+            with suppress(ProcessLookupError):  # the pipe tells of one that has ended
+                os.kill(one.pid, number)
 
     def close(self) -> None:
         for one in self.processes:
@@ -156,6 +170,8 @@ def _run_once(world: dict[str, int], port: int, pipe: Any, function: Callable[..
 def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
     import torch
 
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # stopped, it would not see that the tests were killed
+    gc.freeze()  # what the fork server imported stays: no search for garbage looks at it
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),

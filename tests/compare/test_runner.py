@@ -210,7 +210,7 @@ def test_when_every_run_fails_there_is_no_table(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
-    settings = ("--epochs", "20", "--seeds", "2", "--ranks", "2", "--link", "1gbit", "--out", "cmp", *NO_BASELINE)
+    settings = ("--epochs", "5", "--seeds", "2", "--ranks", "2", "--link", "1gbit", "--out", "cmp", *NO_BASELINE)
     process = start("compare", "data_parallel", *settings, folder=tmp_path)
     assert process.stderr is not None
     while "run 2 of 2" not in process.stderr.readline():

@@ -120,7 +120,7 @@ def stop_and_go(comm: Comm, spec: str, stops: tuple[int, ...]) -> list[dict[str,
 @worlds(threads=[1, 3, 4], processes=[1, 3])
 @pytest.mark.parametrize("spec", VARIANTS)
 def test_a_resumed_run_ends_bit_for_bit_where_the_other_does(world: World, spec: str, ranks: int) -> None:
-    stops = (0, 1, 3, 4, 5, 6) if ranks == 3 else (1, 4)
+    stops = (1, 4) if ranks != 3 else (0, 1, 3, 4, 5, 6) if world is on_threads else (1, 4, 5)  # 5 steps an epoch
     for straight, *resumed in world(stop_and_go, ranks, spec, stops):
         for stop, one in zip(stops, resumed, strict=True):
             assert same(straight, one), f"after {stop} steps"

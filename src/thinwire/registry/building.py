@@ -6,10 +6,11 @@ thinwire and are not options.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
-from pydantic import ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from thinwire.errors import UsageError, invalid, unknown
 from thinwire.registry.lookup import load
@@ -55,13 +56,7 @@ def bind_options(target: Any, spec: Spec, num_leading: int = 0) -> dict[str, Any
 
     The first `num_leading` parameters, and all positional-only ones, are not options.
     """
-    function = target.__init__ if inspect.isclass(target) else target
-    hints = get_type_hints(function, include_extras=True)
-    parameters = {
-        p.name: p
-        for p in list(inspect.signature(function).parameters.values())[num_leading:]
-        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self"
-    }
+    parameters, hints, model = _options_of(target, spec.name, num_leading)
     given = _name_values(spec, parameters)
     for name, p in parameters.items():
         is_missing = p.default is p.empty and name not in given
@@ -75,7 +70,38 @@ def bind_options(target: Any, spec: Spec, num_leading: int = 0) -> dict[str, Any
                 f"{spec.name}: {name} is missing; give a list of strategies, as {spec.name}([data_parallel, local_sgd])"
             )
     given = {name: _build_nested(f"{spec.name}: {name}", value, hints.get(name)) for name, value in given.items()}
-    return _validate(spec.name, given, parameters, hints)
+    try:
+        checked = model(**given)
+    except ValidationError as error:
+        raise invalid(error, spec.name) from None
+    return {name: getattr(checked, name) for name in parameters}
+
+
+class _Options(NamedTuple):
+    """What a function or class takes, and what checks it."""
+
+    parameters: Parameters
+    hints: dict[str, Any]
+    model: type[BaseModel]
+
+
+@functools.lru_cache(maxsize=256)
+def _options_of(target: Any, owner: str, num_leading: int) -> _Options:
+    """Made once: to read the types and to make a model of them takes milliseconds, to check values almost nothing."""
+    function = target.__init__ if inspect.isclass(target) else target
+    hints = get_type_hints(function, include_extras=True)
+    parameters = {
+        p.name: p
+        for p in list(inspect.signature(function).parameters.values())[num_leading:]
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self"
+    }
+    fields: dict[str, Any] = {}
+    for name, p in parameters.items():
+        hint = hints.get(name, Any)
+        is_built = _type_name(hint) in KIND_OF_TYPE
+        fields[name] = (Any if is_built else hint, ... if p.default is p.empty else p.default)
+    config = ConfigDict(extra="forbid", protected_namespaces=(), arbitrary_types_allowed=True)
+    return _Options(parameters, hints, create_model(owner, __config__=config, **fields))
 
 
 def _name_values(spec: Spec, parameters: Parameters) -> dict[str, Any]:
@@ -126,22 +152,6 @@ def _checked_strategies(option: str, value: Any) -> list[Spec]:
         except UsageError as error:
             raise UsageError(f"{option}, part {number}: {error}") from None
     return specs
-
-
-def _validate(owner: str, given: dict[str, Any], parameters: Parameters, hints: dict[str, Any]) -> dict[str, Any]:
-    """The given values and the defaults of the others, in the types that the signature asks for."""
-    fields: dict[str, Any] = {}
-    for name, p in parameters.items():
-        hint = hints.get(name, Any)
-        is_built = _type_name(hint) in KIND_OF_TYPE
-        fields[name] = (Any if is_built else hint, ... if p.default is p.empty else p.default)
-    config = ConfigDict(extra="forbid", protected_namespaces=(), arbitrary_types_allowed=True)
-    model = create_model(owner, __config__=config, **fields)
-    try:
-        checked = model(**given)
-    except ValidationError as error:
-        raise invalid(error, owner) from None
-    return {name: getattr(checked, name) for name in parameters}
 
 
 def _type_name(hint: Any) -> str:
