@@ -6,7 +6,7 @@ Trains a model on CIFAR-10 with AdamW for some steps on this process's CPU, take
 each rank, reduces them on threads, and compares the result g̃ with the exact mean g:
 
     SGD     ‖g̃ − g‖ / ‖g‖
-    Adam    the same, each element divided by √v, its root of the mean of squares so far
+    Adam    the same, each element divided by √v + 1e-8: the root of its mean of squares so far, and Adam's ε
 
 Adam makes elements alike that differ by orders of magnitude. So noise that is small beside a scale block's largest
 element is large beside most others.
@@ -29,7 +29,7 @@ SPECS = [
     "maxnorm", "maxnorm(bits=4)", "maxnorm(bits=4, block=64)", "error_feedback(maxnorm(bits=4))",
     "error_feedback(maxnorm(bits=2))", "powersgd(rank=4)",
 ]  # fmt: skip
-LR, WEIGHT_DECAY, CLIP_NORM, TINY = 0.003, 0.1, 1.0, 1e-12
+LR, WEIGHT_DECAY, CLIP_NORM, EPS = 0.003, 0.1, 1.0, 1e-8
 Gradients = dict[str, Tensor]
 
 
@@ -91,8 +91,8 @@ def reduced(spec: str, of_ranks: list[Gradients]) -> Gradients:
 
 def distance(found: Gradients, exact: Gradients, unit: Gradients) -> float:
     """‖g̃ − g‖ / ‖g‖, each element in its unit."""
-    off = sum(float(((found[name] - exact[name]) / (unit[name] + TINY)).square().sum()) for name in exact)
-    size = sum(float((exact[name] / (unit[name] + TINY)).square().sum()) for name in exact)
+    off = sum(float(((found[name] - exact[name]) / (unit[name] + EPS)).square().sum()) for name in exact)
+    size = sum(float((exact[name] / (unit[name] + EPS)).square().sum()) for name in exact)
     return float((off / size) ** 0.5)
 
 

@@ -98,7 +98,7 @@ def test_if_data_parallel_waits_little_nothing_else_is_studied(monkeypatch: pyte
 
 def test_in_a_long_run_every_safe_candidate_is_studied(monkeypatch: pytest.MonkeyPatch) -> None:
     studied, reason = probed(monkeypatch, waiting=0.9, step_seconds=100.0)
-    assert studied == [spec for spec in CANDIDATES if is_safe(spec, qualities(spec), 0.5)]
+    assert studied == [spec for spec in CANDIDATES if is_safe(spec, qualities(spec, "sgd"), 0.5)]
     assert len(studied) > 2
     assert "it would wait 0%" in reason
 
@@ -121,10 +121,20 @@ def test_only_what_was_measured_to_keep_the_accuracy_is_considered() -> None:
     assert not is_safe("diloco", [], 0.5)
     assert not is_safe("diloco", [Quality(-0.2, 2, ""), Quality(-3.0, 1, "")], 0.5)
     assert is_safe("diloco", [Quality(-0.2, 2, ""), Quality(+3.0, 1, "")], 0.5)
-    allowed = {loss: [spec for spec in CANDIDATES if is_safe(spec, qualities(spec), loss)] for loss in (0.5, 100.0)}
+    allowed = {x: [spec for spec in CANDIDATES if is_safe(spec, qualities(spec, "sgd"), x)] for x in (0.5, 100.0)}
     assert "data_parallel(reducer=maxnorm(bits=4))" in allowed[0.5]
     assert "diloco" not in allowed[0.5]
     assert set(allowed[100.0]) > set(allowed[0.5])
+
+
+def test_runs_with_the_same_optimizer_decide_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_sgd, by_adam, unknown = Quality(0.1, 1, "a", "sgd"), Quality(-2.0, 1, "b", "adamw"), Quality(-0.1, 1, "c")
+    monkeypatch.setattr("thinwire.plan.measured.shipped", lambda: {"diloco": [by_sgd, by_adam], "daso": [by_adam]})
+    assert qualities("diloco", "sgd(momentum=0.5)") == [by_sgd]
+    assert qualities("diloco", "adamw") == [by_adam]
+    assert qualities("diloco", "adamw", {"diloco": [unknown]}) == [unknown, by_adam], "of an unknown one, too"
+    assert qualities("diloco") == qualities("diloco", "torch.optim:RAdam") == [by_sgd, by_adam]
+    assert qualities("daso", "sgd") == [by_adam], "rather than nothing"
 
 
 def test_qualities_compare_runs_of_the_same_setting_and_seed_alone() -> None:
@@ -135,6 +145,8 @@ def test_qualities_compare_runs_of_the_same_setting_and_seed_alone() -> None:
         {"strategy": "diloco", "seed": 0, "accuracy": 50.0, "setting": "b"},
     ]
     assert compare_cells(cells) == {"diloco": [Quality(-2.0, 1, "a")]}
+    by_adam = [{**cell, "optimizer": "adamw(weight_decay=0.1)"} for cell in cells]
+    assert compare_cells(by_adam) == {"diloco": [Quality(-2.0, 1, "a", "adamw")]}
 
 
 def test_the_wire_of_one_node_is_its_loopback() -> None:

@@ -132,7 +132,8 @@ def make_plan(strategies: Sequence[str], config: PlanConfig, say: Callable[[str]
             made.left_out[spec] = text if text.startswith(parse(spec).name) else f"{spec}: {text}"
     if not made.studies:
         raise UsageError(f"none of these strategies can run: {'; '.join(made.left_out.values())}")
-    made.options = [ranked(made.studies, link, wire_for(link, config, machine), own) for link in links]
+    optimizer = workload.config.optimizer or ""
+    made.options = [ranked(made.studies, link, wire_for(link, config, machine), optimizer, own) for link in links]
     return made
 
 

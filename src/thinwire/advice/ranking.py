@@ -27,11 +27,15 @@ def wire_for(link: Link, config: PlanConfig, machine: Machine) -> Wire:
 
 
 def ranked(
-    studies: Sequence[Study], link: Link, wire: Wire, own: Mapping[str, list[Quality]] | None = None
+    studies: Sequence[Study],
+    link: Link,
+    wire: Wire,
+    optimizer: str = "",
+    own: Mapping[str, list[Quality]] | None = None,
 ) -> list[Option]:
-    """The options on a link, the fastest first."""
+    """The options on a link, the fastest first, with what was measured of them with the optimizer."""
     forecasts = sorted((one.forecast(wire) for one in studies), key=lambda f: f.seconds_per_step)
-    return [Option(link, f, qualities(f.strategy, own), _why(f, forecasts)) for f in forecasts]
+    return [Option(link, f, qualities(f.strategy, optimizer, own), _why(f, forecasts)) for f in forecasts]
 
 
 def chosen(options: Sequence[Option], loss_allowed: float = LOSS_ALLOWED) -> Option | None:

@@ -46,11 +46,11 @@ class Auto(Strategy):
     """Measure the network and the model, and train with the strategy that is fastest for them.
 
     The first step begins with a probe: the link between nodes, and a few steps of data_parallel on a copy of the model.
-    If data_parallel waits for less than a fifth of its time, it is taken. Otherwise the probe goes on with the other
-    candidates, as long as it takes at most a twentieth of the run's time with data_parallel, or a tenth of what that
-    waits. Candidates lost at most `loss_allowed` points of accuracy wherever they were measured (docs/results.md), and
-    must save a fifth of the time. The choice is part of the state: a resumed run does not choose again. Wire bytes:
-    those of the chosen strategy, and in the beginning the probe's.
+    If data_parallel waits for less than a fifth of its time, it is taken. Otherwise the probe goes on with the others,
+    for at most a twentieth of the run's time with data_parallel, or a tenth of what that waits. Candidates lost at most
+    `loss_allowed` points wherever they were measured with the same optimizer (docs/results.md), and must save a fifth
+    of the time. The choice is part of the state: a resumed run does not choose again. Wire bytes: those of the chosen
+    strategy, and in the beginning the probe's.
     """
 
     def __init__(
@@ -137,8 +137,9 @@ class Auto(Strategy):
         return link, [forecast for forecast in found if forecast is not None]
 
     def _is_possible(self, spec: str) -> bool:
-        has_phases = registry.load("strategies", parse(spec).name).has_phases
-        return is_safe(spec, qualities(spec), self.loss_allowed) and (not has_phases or self.recipe.epochs is not None)
+        optimizer = type(self.strategy.learner.optimizer).__name__.lower()  # type: ignore[attr-defined]
+        is_possible = self.recipe.epochs is not None or not registry.load("strategies", parse(spec).name).has_phases
+        return is_possible and is_safe(spec, qualities(spec, optimizer), self.loss_allowed)
 
     def _measure_link(self, seconds: float) -> PairLink | None:
         """The median of a few measurements, by rate. Collective."""

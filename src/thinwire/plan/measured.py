@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from thinwire import registry
 from thinwire.errors import UsageError
 from thinwire.spec import parse
 
@@ -24,6 +25,7 @@ class Quality(NamedTuple):
     points: float
     seeds: int
     about: str
+    optimizer: str = ""  # its name, as adamw; "" = not known
 
     def __str__(self) -> str:
         seeds = f"{self.seeds} seed{'s' if self.seeds > 1 else ''}"
@@ -36,14 +38,30 @@ def shipped() -> dict[str, list[Quality]]:
     return {spec: [Quality(*row) for row in rows] for spec, rows in json.loads(FILE.read_text()).items()}
 
 
-def qualities(spec: str, own: Mapping[str, list[Quality]] | None = None) -> list[Quality]:
-    """All that was measured of a strategy with just these options: the user's own runs first."""
+def qualities(spec: str, optimizer: str = "", own: Mapping[str, list[Quality]] | None = None) -> list[Quality]:
+    """What was measured of a strategy with just these options: the user's own runs first.
+
+    What Adam makes of noise differs from what SGD does. So of runs with other optimizers nothing is said if there are
+    some with this one, or with one that is not known.
+    """
     spec = str(parse(spec))
-    return [*(own or {}).get(spec, []), *shipped().get(spec, [])]
+    found = [*(own or {}).get(spec, []), *shipped().get(spec, [])]
+    return [quality for quality in found if quality.optimizer in ("", optimizer_name(optimizer))] or found
+
+
+def optimizer_name(spec: str) -> str:
+    """An optimizer's name without its options; "" for the user's own.
+
+    >>> optimizer_name("adamw(weight_decay=0.1)"), optimizer_name("torch.optim:RAdam")
+    ('adamw', '')
+    """
+    return "" if registry.is_own(spec) else parse(spec).name if spec else ""
 
 
 def compare_cells(cells: Iterable[Mapping[str, Any]]) -> dict[str, list[Quality]]:
     """Qualities from finished runs: dictionaries with strategy, setting (what else decides a run), seed and accuracy.
+
+    They may have the optimizer, too, which is then a part of the setting.
 
     >>> runs = [("data_parallel", 0, 90.0), ("diloco", 0, 89.0), ("data_parallel", 1, 90.5), ("diloco", 1, 89.0)]
     >>> cells = [{"strategy": s, "seed": i, "accuracy": a, "setting": "digits"} for s, i, a in runs]
@@ -51,8 +69,10 @@ def compare_cells(cells: Iterable[Mapping[str, Any]]) -> dict[str, list[Quality]
     -1.2 points (digits, 2 seeds)
     """
     found: dict[tuple[str, str], dict[int, float]] = {}
+    optimizers: dict[str, str] = {}  # by setting
     for cell in cells:
         key = str(parse(cell["strategy"])), str(cell["setting"])
+        optimizers[key[1]] = optimizer_name(cell.get("optimizer") or "")
         found.setdefault(key, {})[cell["seed"]] = float(cell["accuracy"])
     result: dict[str, list[Quality]] = {}
     for (spec, setting), by_seed in found.items():
@@ -60,21 +80,20 @@ def compare_cells(cells: Iterable[Mapping[str, Any]]) -> dict[str, list[Quality]
         seeds = sorted(by_seed.keys() & reference.keys())
         if spec != REFERENCE and seeds:
             points = statistics.fmean(by_seed[seed] - reference[seed] for seed in seeds)
-            result.setdefault(spec, []).append(Quality(round(points, 2), len(seeds), setting))
+            quality = Quality(round(points, 2), len(seeds), setting, optimizers[setting])
+            result.setdefault(spec, []).append(quality)
     return result
 
 
-def _setting(summary: Mapping[str, Any], folder: Path) -> str:
+def _setting(summary: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """All that decides a run besides strategy and seed: the settings in its config.toml, where there is one."""
     where = (
         f"{summary['task']}, {summary.get('model') or 'model'}, {summary['ranks']} ranks, {summary['epochs']} epochs"
     )
     config = folder / "config.toml"
-    if not config.exists():
-        return where
-    settings = tomllib.loads(config.read_text())
-    rest = {name: settings[name] for name in DECIDING if name in settings}
-    return ", ".join([where, *(f"{name} {value}" for name, value in rest.items())])
+    settings = tomllib.loads(config.read_text()) if config.exists() else {}
+    rest = [f"{name} {settings[name]}" for name in DECIDING if name in settings]
+    return {"setting": ", ".join([where, *rest]), "optimizer": settings.get("optimizer")}
 
 
 def read_own(folder: Path) -> dict[str, list[Quality]]:
@@ -84,7 +103,7 @@ def read_own(folder: Path) -> dict[str, list[Quality]]:
         try:
             summary = json.loads(path.read_text())
             if summary["metric"] == "accuracy":
-                cells.append({**summary, "accuracy": summary["value"], "setting": _setting(summary, path.parent)})
+                cells.append({**summary, "accuracy": summary["value"], **_setting(summary, path.parent)})
         except (ValueError, KeyError, TypeError):
             raise UsageError(f"{path} is not the summary of a run; remove it, or give another --from") from None
     if not cells:
