@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from multiprocessing import forkserver
 from types import SimpleNamespace
 from typing import Any
 
@@ -167,10 +168,18 @@ def _run_once(world: dict[str, int], port: int, pipe: Any, function: Callable[..
     pipe.send_bytes(end.encode())
 
 
+def _end_with_the_fork_server() -> None:
+    """So with the tests, even if they are killed while this process is stopped; it must not keep the server alive."""
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    os.close(server._forkserver_alive_fd)
+    server._forkserver_alive_fd = None
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
     import torch
 
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # stopped, it would not see that the tests were killed
+    _end_with_the_fork_server()
     gc.freeze()  # what the fork server imported stays: no search for garbage looks at it
     torch.set_num_threads(1)
     os.environ.update(
