@@ -32,7 +32,8 @@ def setting(row: dict) -> str:
         else ""
     )
     optimizer = row["optimizer"].partition("(")[0]
-    return f"CIFAR-10{images}, {row['model']}, {optimizer}, {row['ranks']} ranks, {row['epochs']} epochs"
+    update = f"{row['ranks']} ranks, {row['ranks'] * row['batch_size']} images an update"
+    return f"CIFAR-10{images}, {row['model']}, {optimizer} at {row['lr']:g}, {update}, {row['epochs']} epochs"
 
 
 def text() -> str:

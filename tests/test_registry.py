@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from dataclasses import dataclass
 from typing import Literal
 
 import pytest
@@ -90,6 +91,20 @@ def test_mistakes_say_what_is_possible(text: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         registry.bind_options(example, parse(text))
     assert message in str(caught.value)
+
+
+@dataclass
+class Unhashable:
+    """Something of the user's that can be called, but is no key of a dictionary."""
+
+    depth: int = 3
+
+    def __call__(self, depth: int = 3) -> int:
+        return depth
+
+
+def test_options_of_what_cannot_be_a_key() -> None:
+    assert registry.bind_options(Unhashable(), parse("example(5)")) == {"depth": 5}
 
 
 def test_an_unknown_name_suggests_the_nearest() -> None:

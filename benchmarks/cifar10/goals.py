@@ -6,7 +6,7 @@ import statistics
 from typing import NamedTuple
 
 from cifar10.cells import Cell
-from cifar10.results import Results
+from cifar10.results import Results, label
 from cifar10.tables import SCALES, Goal, Row, ScaleName, Table
 from conditions import Found
 
@@ -71,7 +71,8 @@ def reference(own: Line, of_table: list[Line]) -> Line | None:
 def verdict(results: Results, goal: Goal) -> list[str]:
     """For each row that may reach a goal: whether it does, and by how much."""
     than = line(results, "full", goal.than)
-    return [f"{_verdict(goal, line(results, 'full', row), than)}: `{row.strategy}`" for row in goal.rows]
+    found = [line(results, "full", row) for row in goal.rows]
+    return [f"{_verdict(goal, own, than)}: {label(own.cell, '`').partition(': ')[2]}" for own in found]
 
 
 def _verdict(goal: Goal, own: Line, than: Line) -> str:

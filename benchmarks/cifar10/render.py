@@ -56,8 +56,11 @@ def draw(docs: Path) -> None:
     for scale in SCALES:
         text = with_section(text, f"results-{scale}", section(results, scale))
         for name, table in TABLES.items():
+            file = docs / picture_name(scale, name)
             if drawing := picture(results, scale, table):
-                (docs / picture_name(scale, name)).write_text(drawing)
+                file.write_text(drawing)
+            else:
+                file.unlink(missing_ok=True)
     page.write_text(text)
 
 

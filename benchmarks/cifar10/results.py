@@ -83,7 +83,7 @@ class Results:
 
     def add(self, *found: Found) -> None:
         """Add results. One that failed does not replace one that did not."""
-        with FileLock(self.path.with_suffix(".lock")):
+        with FileLock(self.path.with_name(f".{self.path.name}.lock")):
             self.read()
             for one in found:
                 if "failed" not in one or "failed" in self.cells.get(one["key"], one):

@@ -133,7 +133,9 @@ def test_runs_with_the_same_optimizer_decide_where_there_are_any(monkeypatch: py
     assert qualities("diloco", "sgd(momentum=0.5)") == [by_sgd]
     assert qualities("diloco", "adamw") == [by_adam]
     assert qualities("diloco", "adamw", {"diloco": [unknown]}) == [unknown, by_adam], "of an unknown one, too"
+    assert qualities("diloco", "torch.optim:SGD") == [by_sgd]
     assert qualities("diloco") == qualities("diloco", "torch.optim:RAdam") == [by_sgd, by_adam]
+    assert qualities("diloco", "radam", {"diloco": [unknown]}) == [unknown, by_sgd, by_adam], "it hides nothing"
     assert qualities("daso", "sgd") == [by_adam], "rather than nothing"
 
 

@@ -88,7 +88,7 @@ class Board:
         stuck = self.stuck.pop(thread, "")
         if has_happened():
             return
-        if other in self.ended:
+        if not stuck:
             raise PeerLost(f"lost contact with rank {other} ({self.ended[other]})")
         raise RunError(f"ranks wait for each other: {stuck}; every rank must make the same calls in the same order")
 

@@ -10,7 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from thinwire import registry
 from thinwire.errors import UsageError
 from thinwire.spec import parse
 
@@ -41,21 +40,22 @@ def shipped() -> dict[str, list[Quality]]:
 def qualities(spec: str, optimizer: str = "", own: Mapping[str, list[Quality]] | None = None) -> list[Quality]:
     """What was measured of a strategy with just these options: the user's own runs first.
 
-    What Adam makes of noise differs from what SGD does. So of runs with other optimizers nothing is said if there are
-    some with this one, or with one that is not known.
+    What Adam makes of noise differs from what SGD does. So if there are runs with this optimizer, nothing is said of
+    those with another one.
     """
-    spec = str(parse(spec))
+    spec, name = str(parse(spec)), optimizer_name(optimizer)
     found = [*(own or {}).get(spec, []), *shipped().get(spec, [])]
-    return [quality for quality in found if quality.optimizer in ("", optimizer_name(optimizer))] or found
+    is_measured = any(quality.optimizer == name for quality in found if name)
+    return [quality for quality in found if quality.optimizer in ("", name)] if is_measured else found
 
 
 def optimizer_name(spec: str) -> str:
-    """An optimizer's name without its options; "" for the user's own.
+    """The name of an optimizer's class, in small letters; "" for none.
 
-    >>> optimizer_name("adamw(weight_decay=0.1)"), optimizer_name("torch.optim:RAdam")
-    ('adamw', '')
+    >>> optimizer_name("adamw(weight_decay=0.1)"), optimizer_name("torch.optim:SGD"), optimizer_name("")
+    ('adamw', 'sgd', '')
     """
-    return "" if registry.is_own(spec) else parse(spec).name if spec else ""
+    return spec.partition("(")[0].rpartition(":")[2].strip().lower()
 
 
 def compare_cells(cells: Iterable[Mapping[str, Any]]) -> dict[str, list[Quality]]:

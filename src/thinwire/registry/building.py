@@ -56,7 +56,8 @@ def bind_options(target: Any, spec: Spec, num_leading: int = 0) -> dict[str, Any
 
     The first `num_leading` parameters, and all positional-only ones, are not options.
     """
-    parameters, hints, model = _options_of(target, spec.name, num_leading)
+    options_of = _options_of if type(target).__hash__ is not None else _options_of.__wrapped__
+    parameters, hints, model = options_of(target, spec.name, num_leading)
     given = _name_values(spec, parameters)
     for name, p in parameters.items():
         is_missing = p.default is p.empty and name not in given

@@ -14,6 +14,7 @@ from thinwire.errors import UsageError
 
 MAX_LISTED = 12  # names in a message
 NEARLY = 1.1  # times the least cost is little enough, if less is sent
+ROUNDING = 1 + 1e-9  # by which sums of costs may be too large
 
 
 def resolve_layer_names(names: Sequence[str], possible: Sequence[str]) -> list[str]:
@@ -50,7 +51,7 @@ def balanced_starts(costs: Sequence[float], num_blocks: int, sizes: Sequence[flo
 
     The cost of the dearest block is the least possible; of all such ways, the one with the least Σ cost² is taken.
     With the sizes of what segments take in, it is the way that passes on least among those whose dearest block and
-    whose Σ cost² are at most a tenth larger.
+    whose Σ cost² are at most a tenth larger than those of that way.
 
     >>> balanced_starts([1, 1, 1, 3], 2), balanced_starts([10, 10, 9, 9], 2, sizes=[3, 8, 8, 4])
     ([0, 3], [0, 2])
@@ -80,7 +81,12 @@ def _ways(
     n = len(cumulative) - 1
     ways = {(0, 0): [Way(0.0, 0.0, [])]}  # by number of blocks, and where the last one ends
     for k in range(1, num_blocks + 1):
-        for end in range(k, n - (num_blocks - k) + 1):
+        left = num_blocks - k
+        for end in range(k, n - left + 1):
+            rest = cumulative[n] - cumulative[end]  # that other blocks must hold: alike, they would cost least
+            if rest > left * dearest * ROUNDING:
+                continue
+            most_squares = squares * ROUNDING - (rest**2 / left if left else 0)
             longer = (
                 Way(way.sent + (sizes[begin] if begin else 0), way.squares + cost**2, [*way.starts, begin])
                 for begin in range(k - 1, end)
@@ -89,7 +95,7 @@ def _ways(
             )
             kept: list[Way] = []
             for way in sorted(longer):
-                if way.squares <= squares and (not kept or way.squares < kept[-1].squares):
+                if way.squares <= most_squares and (not kept or way.squares < kept[-1].squares):
                     kept.append(way)
             ways[k, end] = kept
     return ways[num_blocks, n]
