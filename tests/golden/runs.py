@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 import math
+import platform
 import re
 from pathlib import Path
 from typing import Any
@@ -148,8 +149,19 @@ MODEL = _model()  # once: threads share torch's random state
 
 
 def arithmetic() -> str:
-    """What the last bits depend on. Elsewhere, losses are only nearly the same, and weights are another hash."""
-    return f"torch {torch.__version__.partition('+')[0]}, {torch.backends.cpu.get_cpu_capability()}"
+    """What the last bits depend on. Elsewhere, losses are only nearly the same, and weights are another hash.
+
+    The processor is a part of it: MKL and oneDNN compute otherwise on Intel's than on AMD's with the same instructions.
+    """
+    version, instructions = torch.__version__.partition("+")[0], torch.backends.cpu.get_cpu_capability()
+    return f"torch {version}, {instructions}, {_processor()}"
+
+
+def _processor() -> str:
+    """The processor's name as Linux says it, or the kind of machine."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
 def stored(name: str) -> dict[str, Any]:
