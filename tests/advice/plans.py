@@ -32,7 +32,7 @@ def real_plan() -> Plan:
     workload = load_workload(config)
     studies = [study(spec, workload, place(2, 2), seconds=0.05) for spec in SPECS]
     links = [parse_link(text) for text in config.link]
-    options = [ranked(studies, link, wire_for(link, config, MACHINE)) for link in links]
+    options = [ranked(studies, link, wire_for(link, config, MACHINE), "sgd") for link in links]
     return Plan(config, ABOUT, links, options, {}, studies, workload, MACHINE)
 
 
