@@ -149,6 +149,7 @@ def _ab_table() -> Table:
         *(Row("vgg", f"ab(cutoff={cutoff}, warmup=15, joint=15, {bits4})") for cutoff in (0.4, 0.3)),
         *(replace(row, ranks=1, batch=4.0) for row in (exact, _late_ab("vgg", 0.37, "mean"))),
         Row("wide", f"ab(cutoff=0.35, min_rank=16, warmup=12, sync_every=3, joint=15, {bits4})"),
+        *(replace(_late_ab("wide", cutoff, "mean", ", min_rank=16"), ranks=1, batch=4.0) for cutoff in (0.2, 0.3)),
     ]
     return Table("AB-training: low-rank factors", [exact, *small, wide, *smallest], goals, candidates)
 
@@ -188,6 +189,11 @@ def _local_table() -> Table:
     candidates = [replace(vgg, strategy=f"local_parallel(blocks=4, cut={cut})") for cut in (EQUAL, POOLINGS)]
     candidates += [replace(row, strategy="local_parallel(blocks=4, window=2)") for row in (vgg, thin[1])]
     candidates += [replace(thin[1], strategy="local_parallel(blocks=4, head=auglocal(depth=4))")]
+    shallow, deep, deepest = (f"local_parallel(blocks=4, head=auglocal(depth={depth}))" for depth in (2, 4, 6))
+    half = replace(thin[1], batch=0.5)  # 256 images an update, as in the long runs
+    candidates += [replace(half, strategy=strategy) for strategy in (shallow, deep, deepest)]
+    candidates += [replace(half, strategy="local_parallel(blocks=4, window=2)"), replace(half, strategy=deep, lr=2.0)]
+    candidates += [replace(thin_alone, batch=2.0)]
     rows = [*thin, vgg_alone, vgg]
     return Table("Local losses: four blocks on four ranks", rows, goals, candidates)
 
