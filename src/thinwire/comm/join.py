@@ -15,7 +15,7 @@ import torch.distributed as dist
 from thinwire.comm.addresses import AUTO, gloo_interface
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.process import ProcessComm
-from thinwire.comm.process_groups import timeout_of
+from thinwire.comm.process_groups import new_group, timeout_of
 from thinwire.comm.store import rendezvous
 from thinwire.comm.world import World, find_world, node_key, number_nodes
 from thinwire.common.memory import keep_freed_memory
@@ -91,7 +91,7 @@ def _thread_state(stat: Path) -> str:
 def _world_comm(device: torch.device) -> ProcessComm:
     group = dist.group.WORLD
     assert group is not None
-    groups = (group, dist.new_group(timeout=timeout_of(group), backend=dist.get_backend()))
+    groups = (group, new_group(timeout=timeout_of(group), backend=dist.get_backend()))
     nodes = number_nodes([tuple(key) for key in gather_numbers(own_node_key(), group, device)])
     return ProcessComm(groups, range(group.size()), "world", Ledger(), device, nodes)
 

@@ -23,7 +23,12 @@ MADE_BY_MEMBERS = "thinwire"  # the description of groups that torch does not kn
 def new_group_pair(ranks: list[int], backend: str, timeout: datetime.timedelta | None) -> GroupPair:
     """Two of torch's process groups of the same ranks of the world. Every rank of the world calls it."""
     about: Any = {"timeout": timeout, "backend": backend}
-    return dist.new_group(ranks, **about), dist.new_group(ranks, **about)
+    return new_group(ranks, **about), new_group(ranks, **about)
+
+
+def new_group(ranks: list[int] | None = None, **options: Any) -> ProcessGroup:
+    """A process group of torch that this rank is in, or torch's mark for one that it is not in."""
+    return cast(ProcessGroup, dist.new_group(ranks, **options))
 
 
 def members_group_pair(
@@ -99,7 +104,7 @@ def peer_errors() -> Iterator[None]:
 def own_group() -> Iterator[dist.ProcessGroup]:
     """A process group of this process alone."""
     if dist.is_initialized():
-        group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+        group = new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         try:
             yield group
         finally:
