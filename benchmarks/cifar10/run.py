@@ -13,9 +13,10 @@ candidates, on training images that are held out: for choosing settings; its res
 With --minutes, a cell begins if it fits into what is left of them, the longest first. When none fits, the next one
 runs until an epoch's end, and goes on from its checkpoint in the next call. --lanes 4 runs four cells at a time, which
 fills a GPU that one cell does not; what they print goes to DIR2/logs. --only picks the cells whose row, as --list shows
-it, or whose key contains one of the texts. Where the machine is lost between calls,
---pack writes results and checkpoints to FILE.0, FILE.1, … (8 of 16 MiB at most), and --unpack reads them into an empty
-DIR2; see packing.py for what fits. Cells in a copy of docs/results.json as DIR2/results.json count as finished.
+it, or whose key contains one of the texts; of several texts, the first one's cells run first. Where the machine is lost
+between calls, --pack writes results and checkpoints to FILE.0, FILE.1, … (8 of 16 MiB at most), and --unpack reads them
+into an empty DIR2; see packing.py for what fits. Cells in a copy of docs/results.json as DIR2/results.json count as
+finished.
 --render adds the results to docs/results.json and draws docs/results.md. THINWIRE_REVISION names the revision where
 there is no git. Hosts need root, or user namespaces.
 """
@@ -58,7 +59,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="for the whole call; 0 = run nothing")
     parser.add_argument("--seeds", type=int, help="runs of each row; default: those of the scale")
     parser.add_argument("--epochs", type=int, help="default: those of the scale, which the page shows")
-    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="cells with one of these in row or key")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="these, by row or key, in this order")
     parser.add_argument("--lanes", type=int, default=1, help="cells that run at the same time")
     parser.add_argument("--tune", action="store_true", help="test on held-out training images; also candidates")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
@@ -102,7 +103,7 @@ class Call:
         """The cells of some tables, each once: tables share cells."""
         options, seeds = self.options, self.options.seeds or SCALES[self.options.scale].seeds
         found = [one for n in names for one in cells(n, options.scale, seeds, options.epochs, options.tune)]
-        chosen = [c for c in found if any(text in f"{label(c)}, seed {c.seed} {c.key}" for text in options.only)]
+        chosen = [c for text in options.only for c in found if text in f"{label(c)}, seed {c.seed} {c.key}"]
         return list({cell.key: cell for cell in chosen}.values())
 
     def estimate(self, cell: Cell) -> float:
@@ -184,10 +185,14 @@ class Call:
         print(f"{label(cell)}, seed {cell.seed}: {'failed, see logs' if exit_code else ended}", flush=True)
 
     def next_cell(self) -> Cell | None:
-        """The cell to run now: of those that fit, one that has begun, or the longest; else one to begin or continue."""
+        """The cell to run now: of those that fit, one that has begun, or the longest; else one to begin or continue.
+
+        Cells that --only picks have an order already.
+        """
         left = self.deadline - time.monotonic()
         cells = [c for c in self.cells if not self.results.finished(c) and c.key not in self.tried]
-        cells.sort(key=lambda cell: (not self.has_begun(cell), -self.estimate(cell)))
+        if len(self.options.only) == 1:
+            cells.sort(key=lambda cell: (not self.has_begun(cell), -self.estimate(cell)))
         fitting = [cell for cell in cells if self.estimate(cell) <= left]
         some_epochs = [cell for cell in cells if self.estimate(cell) / 5 + START_SECONDS <= left]
         cell = next(iter(fitting + some_epochs), None)
