@@ -6,10 +6,12 @@ python benchmarks/measured.py
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 from thinwire.plan.measured import FILE, compare_cells
 
+TRAINING_IMAGES = 50_000  # of CIFAR-10
 RESULTS = Path(__file__).parent.parent / "docs" / "results.json"
 
 
@@ -19,7 +21,13 @@ def cells() -> list[dict]:
     Those of one rank are left out: nothing is exchanged there.
     """
     rows = json.loads(RESULTS.read_text())["cells"]
-    return [{**row, "setting": setting(row)} for row in rows if row["ranks"] > 1]
+    return [{**row, "setting": setting(row), "updates": updates(row)} for row in rows if row["ranks"] > 1]
+
+
+def updates(row: dict) -> int:
+    """The number of updates of a run of the page."""
+    images = row["train"] or TRAINING_IMAGES - row["held_out"]
+    return row["epochs"] * math.ceil(images / (row["ranks"] * row["batch_size"]))
 
 
 def setting(row: dict) -> str:

@@ -17,7 +17,7 @@ from thinwire.comm.link_probe import PairLink
 from thinwire.netlab.link import Link
 from thinwire.plan import auto as module
 from thinwire.plan.auto import CANDIDATES, Auto, wire_of
-from thinwire.plan.measured import Quality, compare_cells, is_safe, qualities
+from thinwire.plan.measured import Quality, compare_cells, is_safe, qualities, shipped
 from thinwire.plan.planner import Forecast
 
 LINK = PairLink(100.0, 1.0)
@@ -98,9 +98,16 @@ def test_if_data_parallel_waits_little_nothing_else_is_studied(monkeypatch: pyte
 
 def test_in_a_long_run_every_safe_candidate_is_studied(monkeypatch: pytest.MonkeyPatch) -> None:
     studied, reason = probed(monkeypatch, waiting=0.9, step_seconds=100.0)
-    assert studied == [spec for spec in CANDIDATES if is_safe(spec, qualities(spec, "sgd"), 0.5)]
+    assert studied == [spec for spec in CANDIDATES if is_safe(spec, qualities(spec, "sgd", updates=10), 0.5)]
     assert len(studied) > 2
+    assert not any("diloco" in spec for spec in studied), "it lost much in the shortest runs that were measured"
     assert "it would wait 0%" in reason
+
+
+def test_in_a_run_of_many_updates_what_lost_little_in_such_runs_is_studied(monkeypatch: pytest.MonkeyPatch) -> None:
+    studied, _ = probed(monkeypatch, waiting=0.9, step_seconds=100.0, epochs=1000)
+    assert studied == [spec for spec in CANDIDATES if is_safe(spec, qualities(spec, "sgd", updates=5000), 0.5)]
+    assert "diloco(fragments=4, reducer=maxnorm(bits=4))" in studied
 
 
 @pytest.mark.parametrize("recipe", [{}, {"epochs": None, "steps": 10}])  # the second: a stream without a length
@@ -137,6 +144,27 @@ def test_runs_with_the_same_optimizer_decide_where_there_are_any(monkeypatch: py
     assert qualities("diloco") == qualities("diloco", "torch.optim:RAdam") == [by_sgd, by_adam]
     assert qualities("diloco", "radam", {"diloco": [unknown]}) == [unknown, by_sgd, by_adam], "it hides nothing"
     assert qualities("daso", "sgd") == [by_adam], "rather than nothing"
+
+
+def test_runs_of_about_the_same_length_decide_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    short, medium, long = (Quality(-8.0 / updates, 1, "", "sgd", updates) for updates in (200, 2000, 3000))
+    monkeypatch.setattr("thinwire.plan.measured.shipped", lambda: {"diloco": [long, short, medium]})
+
+    def found(updates: int | None) -> list[Quality]:
+        return qualities("diloco", "sgd", updates=updates)
+
+    assert found(None) == [long, short, medium], "of an unknown length"
+    assert found(199) == [long, short, medium], "none was as short: the worst of all counts"
+    assert found(200) == found(1999) == [short], "what a longer run lost says nothing"
+    assert found(2000) == [medium], "and a much shorter one says nothing either"
+    assert found(3000) == found(10**6) == [long, medium], "half as long is about the same"
+    own = Quality(-1.0, 1, "own runs of any length")
+    assert qualities("diloco", "sgd", {"diloco": [own]}, updates=3000) == [own, long, medium]
+
+
+def test_a_shipped_measurement_knows_how_long_its_runs_were() -> None:
+    found = {quality.updates for several in shipped().values() for quality in several}
+    assert found == {256, 2640, 2940}, "8 epochs of 4,000 images by 128; 30 of 45,000 and of 50,000 by 512"
 
 
 def test_qualities_compare_runs_of_the_same_setting_and_seed_alone() -> None:

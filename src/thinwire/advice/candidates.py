@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-REDUCERS = ["bf16", "maxnorm", "maxnorm(bits=4)", "error_feedback(maxnorm(bits=2))", "powersgd(rank=4)"]
+FEEDBACK = ["error_feedback(maxnorm(bits=4))", "error_feedback(maxnorm(bits=2))"]
+REDUCERS = ["bf16", "maxnorm", "maxnorm(bits=4)", *FEEDBACK, "powersgd(rank=4)"]
 
 
 def candidates(epochs: int) -> list[str]:
@@ -19,6 +20,7 @@ def candidates(epochs: int) -> list[str]:
         "local_sgd",
         "diloco",
         "diloco(fragments=4)",
+        f"diloco(fragments=4, reducer={four_bits})",
         f"daso(warmup_epochs={waiting}, cooldown_epochs={waiting})",
         "ab",
         "ist",

@@ -133,7 +133,10 @@ def make_plan(strategies: Sequence[str], config: PlanConfig, say: Callable[[str]
     if not made.studies:
         raise UsageError(f"none of these strategies can run: {'; '.join(made.left_out.values())}")
     optimizer = workload.config.optimizer or ""
-    made.options = [ranked(made.studies, link, wire_for(link, config, machine), optimizer, own) for link in links]
+    updates = workload.epochs * workload.steps_per_epoch(len(nodes))
+    made.options = [
+        ranked(made.studies, link, wire_for(link, config, machine), optimizer, own, updates) for link in links
+    ]
     return made
 
 

@@ -32,10 +32,11 @@ def ranked(
     wire: Wire,
     optimizer: str = "",
     own: Mapping[str, list[Quality]] | None = None,
+    updates: float | None = None,
 ) -> list[Option]:
-    """The options on a link, the fastest first, with what was measured of them with the optimizer."""
+    """The options on a link, the fastest first, with what was measured of them in such runs."""
     forecasts = sorted((one.forecast(wire) for one in studies), key=lambda f: f.seconds_per_step)
-    return [Option(link, f, qualities(f.strategy, optimizer, own), _why(f, forecasts)) for f in forecasts]
+    return [Option(link, f, qualities(f.strategy, optimizer, own, updates), _why(f, forecasts)) for f in forecasts]
 
 
 def chosen(options: Sequence[Option], loss_allowed: float = LOSS_ALLOWED) -> Option | None:

@@ -32,8 +32,10 @@ from thinwire.strategies.recipe import Recipe
 from thinwire.strategies.replicas import known_equal
 from thinwire.surgery.moments import OptimizerState
 
-REDUCERS = ("maxnorm(bits=4)", "maxnorm", "error_feedback(maxnorm(bits=2))", "powersgd(rank=4)")
-OTHERS = ("local_sgd", "diloco", "diloco(fragments=4)", "daso(warmup_epochs=1, cooldown_epochs=1)")
+FEEDBACK = ("error_feedback(maxnorm(bits=4))", "error_feedback(maxnorm(bits=2))")
+REDUCERS = ("maxnorm(bits=4)", "maxnorm", *FEEDBACK, "powersgd(rank=4)")
+DILOCO = ("diloco", "diloco(fragments=4)", "diloco(fragments=4, reducer=maxnorm(bits=4))")
+OTHERS = ("local_sgd", *DILOCO, "daso(warmup_epochs=1, cooldown_epochs=1)")
 CANDIDATES = (REFERENCE, *(f"{REFERENCE}(reducer={reducer})" for reducer in REDUCERS), *OTHERS)
 QUICK_LINK_SECONDS, QUICK_SECONDS = 0.15, 0.05  # for a first look at the link, and at steps of data_parallel
 LINK_SECONDS, LINK_MEASUREMENTS, STUDY_SECONDS = 0.5, 3, 0.2  # at most: for the link, and for each other candidate
@@ -48,9 +50,9 @@ class Auto(Strategy):
     The first step begins with a probe: the link between nodes, and a few steps of data_parallel on a copy of the model.
     If data_parallel waits for less than a fifth of its time, it is taken. Otherwise the probe goes on with the others,
     for at most a twentieth of the run's time with data_parallel, or a tenth of what that waits. Candidates lost at most
-    `loss_allowed` points wherever they were measured with the same optimizer (docs/results.md), and must save a fifth
-    of the time. The choice is part of the state: a resumed run does not choose again. Wire bytes: those of the chosen
-    strategy, and in the beginning the probe's.
+    `loss_allowed` points wherever they were measured in runs like this one (`thinwire.plan.measured.qualities`), and
+    must save a fifth of the time. The choice is part of the state: a resumed run does not choose again. Wire bytes:
+    those of the chosen strategy, and in the beginning the probe's.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class Auto(Strategy):
         if allowed > 10 * QUICK_LINK_SECONDS:
             link = self._measure_link(min(LINK_SECONDS, allowed / 10)) or link
         found = [self._agree(plain, link)]
-        for spec in (spec for spec in CANDIDATES if spec != REFERENCE and self._is_possible(spec)):
+        for spec in (spec for spec in CANDIDATES if spec != REFERENCE and self._is_possible(spec, num_steps)):
             if self._longest(begin) + last > allowed:
                 break
             now = time.perf_counter()
@@ -136,10 +138,10 @@ class Auto(Strategy):
             last = self._longest(now)
         return link, [forecast for forecast in found if forecast is not None]
 
-    def _is_possible(self, spec: str) -> bool:
+    def _is_possible(self, spec: str, num_steps: float) -> bool:
         optimizer = type(self.strategy.learner.optimizer).__name__.lower()  # type: ignore[attr-defined]
         is_possible = self.recipe.epochs is not None or not registry.load("strategies", parse(spec).name).has_phases
-        return is_possible and is_safe(spec, qualities(spec, optimizer), self.loss_allowed)
+        return is_possible and is_safe(spec, qualities(spec, optimizer, updates=num_steps), self.loss_allowed)
 
     def _measure_link(self, seconds: float) -> PairLink | None:
         """The median of a few measurements, by rate. Collective."""

@@ -14,6 +14,7 @@ from thinwire.errors import UsageError
 from thinwire.spec import parse
 
 REFERENCE = "data_parallel"
+SIMILAR = 2.0  # runs whose lengths differ by less than this factor are about as long
 DECIDING = ("batch_size", "lr", "optimizer", "schedule", "clip_norm", "accumulate", "autocast")  # settings of a run
 FILE = Path(__file__).with_name("measured.json")  # made of docs/results.json by benchmarks/measured.py
 
@@ -25,6 +26,7 @@ class Quality(NamedTuple):
     seeds: int
     about: str
     optimizer: str = ""  # its name, as adamw; "" = not known
+    updates: int = 0  # of each run; 0 = not known
 
     def __str__(self) -> str:
         seeds = f"{self.seeds} seed{'s' if self.seeds > 1 else ''}"
@@ -37,16 +39,23 @@ def shipped() -> dict[str, list[Quality]]:
     return {spec: [Quality(*row) for row in rows] for spec, rows in json.loads(FILE.read_text()).items()}
 
 
-def qualities(spec: str, optimizer: str = "", own: Mapping[str, list[Quality]] | None = None) -> list[Quality]:
+def qualities(
+    spec: str, optimizer: str = "", own: Mapping[str, list[Quality]] | None = None, updates: float | None = None
+) -> list[Quality]:
     """What was measured of a strategy with just these options: the user's own runs first.
 
     What Adam makes of noise differs from what SGD does. So if there are runs with this optimizer, nothing is said of
-    those with another one.
+    those with another one. Methods that exchange rarely lose most in short runs. So for a run of so many updates, the
+    longest runs that were no longer count, and those about as long; if all were longer, all count.
     """
     spec, name = str(parse(spec)), optimizer_name(optimizer)
     found = [*(own or {}).get(spec, []), *shipped().get(spec, [])]
     is_measured = any(quality.optimizer == name for quality in found if name)
-    return [quality for quality in found if quality.optimizer in ("", name)] if is_measured else found
+    alike = [quality for quality in found if quality.optimizer in ("", name)] if is_measured else found
+    longest = max((one.updates for one in alike if one.updates <= (updates or 0)), default=0)
+    if not longest:
+        return alike
+    return [one for one in alike if not one.updates or longest / SIMILAR < one.updates <= longest]
 
 
 def optimizer_name(spec: str) -> str:
@@ -61,7 +70,7 @@ def optimizer_name(spec: str) -> str:
 def compare_cells(cells: Iterable[Mapping[str, Any]]) -> dict[str, list[Quality]]:
     """Qualities from finished runs: dictionaries with strategy, setting (what else decides a run), seed and accuracy.
 
-    They may have the optimizer, too, which is then a part of the setting.
+    They may have the optimizer and the number of updates, too, which are then parts of the setting.
 
     >>> runs = [("data_parallel", 0, 90.0), ("diloco", 0, 89.0), ("data_parallel", 1, 90.5), ("diloco", 1, 89.0)]
     >>> cells = [{"strategy": s, "seed": i, "accuracy": a, "setting": "digits"} for s, i, a in runs]
@@ -69,10 +78,10 @@ def compare_cells(cells: Iterable[Mapping[str, Any]]) -> dict[str, list[Quality]
     -1.2 points (digits, 2 seeds)
     """
     found: dict[tuple[str, str], dict[int, float]] = {}
-    optimizers: dict[str, str] = {}  # by setting
+    about: dict[str, tuple[str, int]] = {}  # optimizer and updates, by setting
     for cell in cells:
         key = str(parse(cell["strategy"])), str(cell["setting"])
-        optimizers[key[1]] = optimizer_name(cell.get("optimizer") or "")
+        about[key[1]] = optimizer_name(cell.get("optimizer") or ""), cell.get("updates", 0)
         found.setdefault(key, {})[cell["seed"]] = float(cell["accuracy"])
     result: dict[str, list[Quality]] = {}
     for (spec, setting), by_seed in found.items():
@@ -80,7 +89,7 @@ def compare_cells(cells: Iterable[Mapping[str, Any]]) -> dict[str, list[Quality]
         seeds = sorted(by_seed.keys() & reference.keys())
         if spec != REFERENCE and seeds:
             points = statistics.fmean(by_seed[seed] - reference[seed] for seed in seeds)
-            quality = Quality(round(points, 2), len(seeds), setting, optimizers[setting])
+            quality = Quality(round(points, 2), len(seeds), setting, *about[setting])
             result.setdefault(spec, []).append(quality)
     return result
 
