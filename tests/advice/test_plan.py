@@ -127,7 +127,7 @@ def test_nodes_default_to_one_for_each_rank() -> None:
 def test_doctor_recommends_a_strategy_for_the_measured_network() -> None:
     measured = Measurements(**dict.fromkeys(Measurements._fields) | {"ring": PairLink(1.0, 1.0)})  # type: ignore[arg-type]
     two = [facts(), facts(host="b", node="2/0")]
-    finding = recommend(Diagnosis("thinwire", two, [], measured), "digits", "mlp(width=32)", None)
+    finding = recommend(Diagnosis("thinwire", two, [], measured), "digits", "mlp(width=1024)", None)
     assert finding.value == "data_parallel(reducer=error_feedback(maxnorm(bits=2)))", "the task's optimizer is SGD"
     assert "waits" in finding.meaning
     assert recommend(Diagnosis("none", [facts()], []), "digits", None, None).value == "none"

@@ -127,6 +127,14 @@ def cut_short(comm: Comm, strategy: str, folder: str) -> None:
     train(comm, {**settings, "test_every": 0, "log_every": 0, "out": f"{folder}/plain"})
 
 
+def settled_rows(folder: Path, strategy: str) -> list[dict[str, Any]]:
+    """Rows without what depends on the clock: within an epoch, how much of an exchange in flight has been sent."""
+    rows = timeless(folder, "metrics.jsonl")
+    if "fragments" not in strategy and "daso" not in strategy:
+        return rows
+    return [{k: v for k, v in row.items() if "bytes" not in k or "train_loss" in row} for row in rows]
+
+
 @pytest.mark.parametrize("strategy", CUT_SHORT)
 def test_a_run_with_tests_and_logs_within_epochs_goes_on_exactly_and_trains_as_without(
     process_world: ProcessWorlds, tmp_path: Path, strategy: str
@@ -134,7 +142,7 @@ def test_a_run_with_tests_and_logs_within_epochs_goes_on_exactly_and_trains_as_w
     process_world.run(cut_short, 4, strategy, str(tmp_path))
     whole, cut, plain = (tmp_path / name for name in ("whole", "cut", "plain"))
     assert same_files(whole, cut)
-    assert timeless(whole, "metrics.jsonl") == timeless(cut, "metrics.jsonl")
+    assert settled_rows(whole, strategy) == settled_rows(cut, strategy)
     assert same_files(whole, plain), "a test in mid-epoch reads, and changes nothing"
     after_epochs = [row for row in rows_of(whole) if "train_loss" in row]
     assert [row["training_bytes"] for row in after_epochs] == [row["training_bytes"] for row in rows_of(plain)]

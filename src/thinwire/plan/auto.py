@@ -32,8 +32,7 @@ from thinwire.strategies.recipe import Recipe
 from thinwire.strategies.replicas import known_equal
 from thinwire.surgery.moments import OptimizerState
 
-FEEDBACK = ("error_feedback(maxnorm(bits=4))", "error_feedback(maxnorm(bits=2))")
-REDUCERS = ("maxnorm(bits=4)", "maxnorm", *FEEDBACK, "powersgd(rank=4)")
+REDUCERS = ("maxnorm(bits=4)", "maxnorm", *(f"error_feedback(maxnorm(bits={b}))" for b in (4, 2)), "powersgd(rank=4)")
 DILOCO = ("diloco", "diloco(fragments=4)", "diloco(fragments=4, reducer=maxnorm(bits=4))")
 OTHERS = ("local_sgd", *DILOCO, "daso(warmup_epochs=1, cooldown_epochs=1)")
 CANDIDATES = (REFERENCE, *(f"{REFERENCE}(reducer={reducer})" for reducer in REDUCERS), *OTHERS)
@@ -163,23 +162,22 @@ class Auto(Strategy):
 
     def _decide(self, forecasts: Sequence[Forecast], link: PairLink | None) -> None:
         plain = next((f for f in forecasts if f.strategy == REFERENCE), None)
+        self.choice = REFERENCE
         if plain is None or link is None:
-            self.choice, self.reason = REFERENCE, "the network could not be measured"
+            self.reason = "the network could not be measured"
             return
         best = min(forecasts, key=lambda f: f.seconds_per_step)
         at = f"at {format_rate(link.rate_mbit)} Mbit/s and {link.latency_ms:.2g} ms"
         if len(forecasts) == 1 and plain.waiting_share > 1 - WORTH:
-            self.choice = REFERENCE
             self.reason = f"{at} it waits {plain.waiting_share:.0%}; too short a run to try more"
-            return
-        if best.seconds_per_step > WORTH * plain.seconds_per_step:
-            self.choice, self.reason = REFERENCE, f"{at} it waits {plain.waiting_share:.0%}, and nothing is much faster"
-            return
-        self.choice = best.strategy
-        self.reason = (
-            f"{at} it would wait {best.waiting_share:.0%} and take {1e3 * best.seconds_per_step:.3g} ms a step, "
-            f"{REFERENCE} {plain.waiting_share:.0%} and {1e3 * plain.seconds_per_step:.3g} ms"
-        )
+        elif best.seconds_per_step > WORTH * plain.seconds_per_step:
+            self.reason = f"{at} it waits {plain.waiting_share:.0%}, and nothing is much faster"
+        else:
+            self.choice = best.strategy
+            self.reason = (
+                f"{at} it would wait {best.waiting_share:.0%} and take {1e3 * best.seconds_per_step:.3g} ms a step, "
+                f"{REFERENCE} {plain.waiting_share:.0%} and {1e3 * plain.seconds_per_step:.3g} ms"
+            )
 
     # ---- results and states
 
