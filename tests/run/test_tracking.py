@@ -95,6 +95,7 @@ def read_mlflow(folder: Path) -> Points:
     client = MlflowClient(tracking_uri=f"sqlite:///{folder}/mlflow/mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name("thinwire").experiment_id])
     assert run.data.params["task"] == READ
+    assert run.info.status == "FINISHED"
     found: Points = {}
     for name in run.data.metrics:
         for point in client.get_metric_history(run.info.run_id, name):
@@ -178,6 +179,19 @@ def test_a_missing_package_is_named_before_the_first_step(tmp_path: Path, monkey
     assert not (tmp_path / "run").exists()
 
 
+def test_a_tracker_is_told_whether_the_run_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    close = tensorboard.TensorBoard.close
+
+    def note(tracker: Any, is_complete: bool) -> None:
+        told.append(is_complete)
+        close(tracker, is_complete)
+
+    monkeypatch.setattr(tensorboard.TensorBoard, "close", note)
+    stopped_and_gone_on(tmp_path / "run", 17, **SETTINGS, track="tensorboard")
+    assert told == [False, True]
+
+
 @pytest.mark.parametrize("broken", ["__init__", "write", "close"])
 def test_a_tracker_that_fails_is_given_up_with_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broken: str
@@ -186,7 +200,7 @@ def test_a_tracker_that_fails_is_given_up_with_one_warning(
 
     def fail(tracker: Any, *args: Any) -> None:
         if broken == "close":
-            close(tracker)
+            close(tracker, *args)
         raise ConnectionError("the disk is full")
 
     monkeypatch.setattr(tensorboard.TensorBoard, broken, fail)

@@ -29,7 +29,7 @@ class Tracker(Protocol):
     """Writes the numbers of steps for one tracker."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
-    def close(self) -> None: ...
+    def close(self, is_complete: bool) -> None: ...  # whether the run has come to its end
 
 
 def check_tracker(name: str) -> None:

@@ -45,8 +45,8 @@ class MLflow:
         now = round(1000 * time.time())
         self.client.log_batch(self.run, metrics=[Metric(name, value, now, step) for name, value in values.items()])
 
-    def close(self) -> None:
-        self.client.set_terminated(self.run)
+    def close(self, is_complete: bool) -> None:
+        self.client.set_terminated(self.run, "FINISHED" if is_complete else "FAILED")
 
 
 open_run = MLflow

@@ -52,13 +52,13 @@ class TrackedRows:
         tests = {name: value for name, value in last.items() if name.startswith("test_")}
         if tests and not self.state["is_tested"]:
             self._do(lambda: self._write([{"step": last["step"], **tests}], {"is_tested": True}))
-        self.close()
+        self.close(is_complete=True)
 
-    def close(self) -> None:
+    def close(self, is_complete: bool = False) -> None:
         """End the tracker's own processes and threads."""
         if self.tracker is not None:
-            self._do(self.tracker.close)
-            self.tracker = None
+            tracker, self.tracker = self.tracker, None
+            self._do(lambda: tracker.close(is_complete))
 
     def _write(self, rows: list[dict[str, Any]], after: dict[str, Any]) -> None:
         if self.tracker is None:
@@ -79,7 +79,7 @@ class TrackedRows:
             failed, self.tracker = self.tracker, None
             if failed is not None:
                 with suppress(Exception):
-                    failed.close()
+                    failed.close(is_complete=False)
             print_line(
                 f"warning: --track {self.name} failed ({type(error).__name__}: {error}); the run goes on without it. "
                 f"All rows are in {self.folder.metrics}"

@@ -40,7 +40,7 @@ class TensorBoard:
 
         self.file.write_event(Event(summary=summary, step=step, wall_time=time.time()))
 
-    def close(self) -> None:
+    def close(self, is_complete: bool) -> None:
         self.file.close()
 
 

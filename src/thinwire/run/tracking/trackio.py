@@ -31,7 +31,7 @@ class Trackio:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self.module.log(dict(values), step=step)
 
-    def close(self) -> None:
+    def close(self, is_complete: bool) -> None:
         with redirect_stdout(StringIO()):
             self.module.finish()
 

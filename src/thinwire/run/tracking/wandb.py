@@ -26,9 +26,9 @@ class WeightsAndBiases:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log(dict(values), step=step)
 
-    def close(self) -> None:
+    def close(self, is_complete: bool) -> None:
         with unless_set(WANDB_MODE="offline", WANDB_SILENT="true"):
-            self.run.finish()
+            self.run.finish(exit_code=0 if is_complete else 1)
             self.end_service()  # a process of its own
 
 
