@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ pytest.importorskip("accelerate", reason="needs the extra thinwire[huggingface]"
 CASES = [("attach", FEEDBACK), ("rounds", "local_sgd(every=3)"), ("rounds", "diloco(every=4)")]
 
 
-def fit(comm: Comm, kind: str, spec: str, folder: Path, resume: bool = False, **options: Any) -> tuple[Any, ...]:
+def fit(comm: Comm, kind: str, spec: str, folder: Path, resume: bool | str = False, **options: Any) -> tuple[Any, ...]:
     """Train by the Trainer; returns weights, bytes sent in training, and the losses that it logged."""
     from thinwire.integrations.huggingface import AttachCallback, RoundsCallback
 
@@ -62,13 +63,18 @@ def test_a_resumed_run_ends_bit_for_bit_as_the_one_that_went_on(
     assert sorted(path.name for path in (tmp_path / "checkpoint-8" / "thinwire").iterdir()) == [
         "rank-0.safetensors", "rank-1.safetensors",
     ]  # fmt: skip
+    copied = shutil.copytree(tmp_path / "checkpoint-8", tmp_path / "elsewhere" / "best")
+    resumed = process_world.run(fit_with, RANKS, kind, spec, tmp_path / "new", str(copied), options)
+    assert all(same(one[0], other[0]) for one, other in zip(whole, resumed, strict=True))
     for newer in tmp_path.glob("checkpoint-1*"):
         newer.rename(tmp_path / f"old-{newer.name}")
     resumed = process_world.run(fit_with, RANKS, kind, spec, tmp_path, True, options)
     assert all(same(one[0], other[0]) for one, other in zip(whole, resumed, strict=True))
 
 
-def fit_with(comm: Comm, kind: str, spec: str, folder: Path, resume: bool, options: dict[str, Any]) -> tuple[Any, ...]:
+def fit_with(
+    comm: Comm, kind: str, spec: str, folder: Path, resume: bool | str, options: dict[str, Any]
+) -> tuple[Any, ...]:
     return fit(comm, kind, spec, folder, resume, **options)
 
 

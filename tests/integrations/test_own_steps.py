@@ -75,7 +75,10 @@ def trained(steps: int) -> tuple[RankState, torch.optim.Optimizer, torch.amp.Gra
         scaler.scale(parameter.sum()).backward()
         scaler.step(optimizer)
         scaler.update()
-    return RankState(tw.rounds(nn.Linear(1, 1), "local_sgd"), [optimizer], scaler), optimizer, scaler
+    model = nn.Linear(1, 1)
+    nn.init.ones_(model.weight)
+    nn.init.zeros_(model.bias)
+    return RankState(model, tw.rounds(model, "local_sgd"), [optimizer], scaler), optimizer, scaler
 
 
 def test_a_rank_goes_on_with_its_own_optimizer_and_scaler(tmp_path: Path) -> None:
@@ -96,7 +99,10 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="of 2 ranks, and these are 3"):
         state.load(tmp_path, 0, 3)
     with pytest.raises(UsageError, match=r"\(1, True\), and here they are \(1, False\)"):
-        RankState(state.exchange, [optimizer]).load(tmp_path, 0, 2)
+        RankState(state.model, state.exchange, [optimizer]).load(tmp_path, 0, 2)
+    nn.init.zeros_(state.model.weight)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"rank-0\.safetensors belongs to other weights than those that were loaded"):
+        state.load(tmp_path, 0, 2)
     (tmp_path / "rank-0.safetensors").write_bytes(b"half a file")
     with pytest.raises(RunError, match="damaged"):
         state.load(tmp_path, 0, 2)

@@ -28,7 +28,7 @@ def attach(model: nn.Module, spec: str, accelerator: Accelerator) -> Attached:
     """
     place = _place(model, accelerator, "attach")
     exchange = tw.attach(model, spec, scaler=accelerator.scaler)
-    _keep_rank_files(accelerator, place, RankState(exchange), lambda: None)
+    _keep_rank_files(accelerator, place, RankState(model, exchange), lambda: None)
     return exchange
 
 
@@ -55,7 +55,7 @@ def rounds(model: nn.Module, spec: str, accelerator: Accelerator, *, epochs: int
         )
     made = tw.rounds(separate_model(model), spec, epochs=epochs)
     after_each_step(optimizers[-1].optimizer, accelerator.scaler, made.after_step)
-    _keep_rank_files(accelerator, place, RankState(made, optimizers, accelerator.scaler), made.together)
+    _keep_rank_files(accelerator, place, RankState(model, made, optimizers, accelerator.scaler), made.together)
     return made
 
 

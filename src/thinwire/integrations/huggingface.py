@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 import thinwire as tw
 from thinwire.comm.world import find_world
 from thinwire.errors import UsageError
@@ -25,6 +27,15 @@ class _WithRankFiles(TrainerCallback, ABC):
 
     def __init__(self, trainer: Trainer, spec: str) -> None:
         self.trainer, self.spec = trainer, spec
+        self._resumed_from: Path | None = None  # the checkpoint that is named; None: the newest in the output folder
+        train = trainer.train
+
+        def note_and_train(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+            named = resume_from_checkpoint
+            self._resumed_from = None if named is None or isinstance(named, bool) else Path(named)
+            return train(resume_from_checkpoint, *args, **kwargs)
+
+        trainer.train = note_and_train  # type: ignore[method-assign]
 
     @abstractmethod
     def begin(self) -> None:
@@ -45,10 +56,17 @@ class _WithRankFiles(TrainerCallback, ABC):
             )
         self.begin()
         if state.global_step:  # the Trainer resumes
-            self.rank_state().load(self._folder(args, state), args.process_index, args.world_size)
+            named = self._resumed_from
+            folder = named / "thinwire" if named else self._folder(args, state)
+            self.rank_state().load(folder, args.process_index, args.world_size)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.rank_state().save(self._folder(args, state), args.process_index, args.world_size)
+
+    @property
+    def _model(self) -> nn.Module:
+        assert isinstance(self.trainer.model, nn.Module)
+        return self.trainer.model
 
     def _folder(self, args: TrainingArguments, state: TrainerState) -> Path:
         return Path(args.output_dir or ".", f"checkpoint-{state.global_step}", "thinwire")
@@ -67,7 +85,7 @@ class AttachCallback(_WithRankFiles):
         self.exchange = tw.attach(model, self.spec, scaler=self.trainer.accelerator.scaler)
 
     def rank_state(self) -> RankState:
-        return RankState(self.exchange)
+        return RankState(self._model, self.exchange)
 
 
 class RoundsCallback(_WithRankFiles):
@@ -99,4 +117,4 @@ class RoundsCallback(_WithRankFiles):
 
     def rank_state(self) -> RankState:
         assert self.trainer.optimizer is not None
-        return RankState(self.rounds, [self.trainer.optimizer], self.trainer.accelerator.scaler)
+        return RankState(self._model, self.rounds, [self.trainer.optimizer], self.trainer.accelerator.scaler)

@@ -36,6 +36,11 @@ class _WithRankFiles(DDPStrategy):
         """What this rank keeps."""
 
     @property
+    def _module(self) -> nn.Module:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
     def _scaler(self) -> GradScaler | None:
         return getattr(self.precision_plugin, "scaler", None)
 
@@ -75,7 +80,7 @@ class AttachStrategy(_WithRankFiles):
         self.exchange = tw.attach(self.model, self.spec, scaler=self._scaler)
 
     def rank_state(self) -> RankState:
-        return RankState(self.exchange)
+        return RankState(self._module, self.exchange)
 
 
 class RoundsStrategy(_WithRankFiles):
@@ -126,4 +131,4 @@ class RoundsStrategy(_WithRankFiles):
             self.rounds.together()
 
     def rank_state(self) -> RankState:
-        return RankState(self.rounds, self.optimizers, self._scaler)
+        return RankState(self._module, self.rounds, self.optimizers, self._scaler)

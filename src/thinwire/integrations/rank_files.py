@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from thinwire.common.files import write_atomically
 from thinwire.common.tensor_files import write_tensors
+from thinwire.common.tensors import fingerprint, local_part
 from thinwire.errors import RunError, UsageError
 from thinwire.exchange.attach import Attached
 from thinwire.run.states import pack, unpack
@@ -26,9 +28,11 @@ from thinwire.strategies.own_loop import AttachedRounds
 class RankState:
     """What a rank needs to go on exactly, besides the framework's checkpoint, which has rank 0's state alone.
 
-    With rounds these are also its optimizers and its loss scaler: ranks that train separately have different ones.
+    With rounds these are also its optimizers and its loss scaler: ranks that train separately have different ones. The
+    file says to which weights of `model` it belongs, and goes on with no others.
     """
 
+    model: nn.Module
     exchange: Attached | AttachedRounds
     optimizers: Sequence[Optimizer] = ()
     scaler: GradScaler | None = None
@@ -36,6 +40,7 @@ class RankState:
     def save(self, folder: Path, rank: int, ranks: int) -> None:
         """Write this rank's file, completely or not at all."""
         state = {
+            "weights": self._weights(),
             "exchange": self.exchange.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
@@ -45,8 +50,13 @@ class RankState:
         write_atomically(_file(folder, rank), lambda path: write_tensors(tensors, path, metadata))
 
     def load(self, folder: Path, rank: int, ranks: int) -> None:
-        """Go on from the file that this rank wrote."""
+        """Go on from the file that this rank wrote; the framework has loaded the model."""
         state = _read(folder, rank, ranks)
+        if state.get("weights") not in (None, self._weights()):  # earlier versions did not keep it
+            raise UsageError(
+                f"{_file(folder, rank)} belongs to other weights than those that were loaded; give the folder of the "
+                "checkpoint that has them, or begin anew from the model alone"
+            )
         saved = len(state["optimizers"]), state["scaler"] is not None
         here = len(self.optimizers), self.scaler is not None
         if saved != here:
@@ -58,6 +68,11 @@ class RankState:
             optimizer.load_state_dict(own)
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
+
+    def _weights(self) -> str:
+        """A hash that tells the model's parameters apart from those of another step."""
+        fingerprints = [fingerprint(local_part(p.detach())) for p in self.model.parameters()]
+        return hashlib.sha256(json.dumps(fingerprints).encode()).hexdigest()[:16]
 
 
 def rank_folder(checkpoint: str | Path) -> Path:

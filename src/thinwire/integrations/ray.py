@@ -52,13 +52,15 @@ class AttachLoop(_WithRankFiles):
         if ray.train.get_context().get_world_rank() == 0:
             torch.save(model.module.state_dict(), Path(folder, "model.pt"))
         ray.train.report({"loss": loss}, checkpoint=ray.train.Checkpoint.from_directory(folder))
+
+    Make the loop after you have restored the model from Ray's checkpoint.
     """
 
     exchange: Attached
 
     def __init__(self, model: nn.Module, spec: str, *, scaler: GradScaler | None = None) -> None:
         self.exchange = tw.attach(model, spec, scaler=scaler)
-        super().__init__(RankState(self.exchange), lambda: None)
+        super().__init__(RankState(model, self.exchange), lambda: None)
 
 
 class RoundsLoop(_WithRankFiles):
@@ -79,4 +81,4 @@ class RoundsLoop(_WithRankFiles):
     ) -> None:  # fmt: skip
         self.rounds = tw.rounds(separate_model(model), spec, epochs=epochs)
         after_each_step(optimizer, scaler, self.rounds.after_step)
-        super().__init__(RankState(self.rounds, [optimizer], scaler), self.rounds.together)
+        super().__init__(RankState(model, self.rounds, [optimizer], scaler), self.rounds.together)
