@@ -62,7 +62,8 @@ def test_a_run_learns_and_resumes(tmp_path: Path, process_world: ProcessWorlds, 
 
 
 def test_the_parts_of_an_epoch_survive_a_stop_in_its_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(on_threads, tmp_path / "straight", "weighted", ranks=1, epochs=2)
+    """A part that the loss returns now and then is averaged over the steps in which it does."""
+    run(on_threads, tmp_path / "straight", "sometimes", ranks=1, epochs=2)
     before, count = Checkpoints.save, 0
 
     def stop(self: Checkpoints, *args: Any) -> None:
@@ -74,11 +75,12 @@ def test_the_parts_of_an_epoch_survive_a_stop_in_its_middle(tmp_path: Path, monk
 
     monkeypatch.setattr(Checkpoints, "save", stop)
     with pytest.raises(KeyboardInterrupt):
-        run(on_threads, tmp_path / "stopped", "weighted", ranks=1, epochs=2, checkpoint_every=4)
+        run(on_threads, tmp_path / "stopped", "sometimes", ranks=1, epochs=2, checkpoint_every=4)
     monkeypatch.undo()
-    run(on_threads, tmp_path / "stopped", "weighted", ranks=1, epochs=2, checkpoint_every=4, resume=True)
+    run(on_threads, tmp_path / "stopped", "sometimes", ranks=1, epochs=2, checkpoint_every=4, resume=True)
     one, other = (timeless(tmp_path / name, "metrics.jsonl") for name in ("straight", "stopped"))
     assert one == other
+    assert [row["train_three"] for row in one] == [3.0, 3.0]
 
 
 def test_the_loss_is_the_mean_over_all_test_samples() -> None:

@@ -224,6 +224,10 @@ def test_a_part_of_the_world_trains_what_a_world_of_its_size_does(process_world:
     assert all(same(found, wanted[rank // 2]) for rank, found in enumerate(process_world.run(in_halves, 4, spec)))
 
 
+def a_pipeline_on_a_half(comm: Comm) -> None:
+    trainer(comm.split([[0, 2], [1, 3]], comm.link), "pipeline")
+
+
 def test_torchs_pipelines_need_the_whole_world(process_world: ProcessWorlds) -> None:
     with pytest.raises(AssertionError, match=r"UsageError: pipeline: .* give the comm of tw.join"):
-        process_world.run(in_halves, 4, "pipeline")
+        process_world.run(a_pipeline_on_a_half, 4)

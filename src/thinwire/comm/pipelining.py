@@ -21,6 +21,14 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 HANDSHAKE_BYTES = 4  # that each stage of a new schedule sends to each neighbour
 
 
+def refuse_unfit_group(comm: ProcessComm, device: torch.device) -> None:
+    """Raise UsageError for a group that torch's pipelines cannot use."""
+    if comm.backend == "gloo" and device.type == "cuda":
+        raise UsageError("pipeline: torch's pipelines on GPUs need nccl, with a GPU for each rank; try --device cpu")
+    if comm.group.group_desc == MADE_BY_MEMBERS:
+        raise UsageError("pipeline: torch's pipelines need groups of the whole world; give the comm of tw.join()")
+
+
 class Pipe:
     """This rank's stage of a pipeline: forward and backward passes of a batch in equal micro-batches.
 
@@ -31,12 +39,6 @@ class Pipe:
     def __init__(
         self, comm: ProcessComm, block: Block, examples: tuple[Tensor, Tensor], loss: LossFunction, kind: Kind
     ) -> None:
-        if comm.backend == "gloo" and examples[0].is_cuda:
-            raise UsageError(
-                "pipeline: torch's pipelines on GPUs need nccl, with a GPU for each rank; try --device cpu"
-            )
-        if comm.group.group_desc == MADE_BY_MEMBERS:
-            raise UsageError("pipeline: torch's pipelines need groups of the whole world; give the comm of tw.join()")
         self.comm, self.kind, self.loss, self.examples = comm, kind, loss, examples
         self.is_first, self.is_last = comm.rank == 0, comm.rank == comm.size - 1
         self.module = _CheckedBlock(block, examples[1], self.is_first)

@@ -12,6 +12,7 @@ from thinwire.run.checkpoint import Checkpoints
 from thinwire.run.meters import Meters
 from thinwire.run.records import RunFolder
 from thinwire.run.states import random_state, set_random_state
+from thinwire.run.step_losses import PartSum
 from thinwire.strategies.base import Strategy
 from thinwire.tasks.metrics import Metric
 
@@ -27,6 +28,7 @@ class Position:
     samples: int = 0  # that all ranks together have trained on
     loss_sum: float = 0.0  # over this epoch's batches, on this rank
     part_sums: dict[str, float] = field(default_factory=dict)  # the same for further numbers that the loss returned
+    part_steps: dict[str, int] = field(default_factory=dict)  # in which it returned them; earlier versions lack it
     unlogged_loss: float = 0.0  # over the steps since the last one that was logged, on this rank
     unlogged_steps: int = 0
     value: float | None = None  # the metric after the last complete epoch; None if it was not tested
@@ -40,11 +42,12 @@ class Position:
         """Epochs that are done, and one more if --steps ended the last one in its middle."""
         return self.epoch + (self.batch > 0)
 
-    def with_losses(self, total: float, num_steps: int, parts: Mapping[str, float]) -> Position:
+    def with_losses(self, total: float, num_steps: int, parts: Mapping[str, PartSum]) -> Position:
         """This position with the losses of so many further steps, and sums of what the loss returned beside them."""
-        sums = {name: self.part_sums.get(name, 0.0) + part for name, part in parts.items()}
+        sums = {name: self.part_sums.get(name, 0.0) + part.total for name, part in parts.items()}
+        steps = {name: self.part_steps.get(name, 0) + part.num_steps for name, part in parts.items()}
         return replace(
-            self, loss_sum=self.loss_sum + total, part_sums=self.part_sums | sums,
+            self, loss_sum=self.loss_sum + total, part_sums=self.part_sums | sums, part_steps=self.part_steps | steps,
             unlogged_loss=self.unlogged_loss + total, unlogged_steps=self.unlogged_steps + num_steps,
         )  # fmt: skip
 

@@ -162,8 +162,8 @@ class Recorder:
         return summary
 
     def _mean_parts(self, at: Position) -> dict[str, float]:
-        """Means over this epoch's steps of what the loss returned beside the total, as a row of metrics names them."""
-        means = {f"train_{name}": total / at.batch for name, total in at.part_sums.items()}
+        """Means of what the loss returned beside the total, over the steps of this epoch in which it did."""
+        means = {f"train_{name}": total / at.part_steps.get(name, at.batch) for name, total in at.part_sums.items()}
         return means if self.strategy.sees_loss else {}
 
     def _status(self) -> dict[str, Any]:

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class PartSum(NamedTuple):
+    """The sum of a number that the loss returned, over the steps in which it did."""
+
+    total: float
+    num_steps: int
 
 
 class StepLosses:
@@ -23,13 +31,13 @@ class StepLosses:
         self.totals.append(total)
         self.parts.append(parts)
 
-    def take(self) -> tuple[Tensor, dict[str, float]]:
+    def take(self) -> tuple[Tensor, dict[str, PartSum]]:
         """The losses of these steps, and the sum of each part; afterwards there are none."""
         totals = torch.stack(self.totals).double().cpu()
-        names = dict.fromkeys(name for parts in self.parts for name in parts)
-        sums = {
-            name: torch.stack([parts[name].double() for parts in self.parts if name in parts]).sum().item()
-            for name in names
-        }
+        found: dict[str, list[Tensor]] = {}
+        for parts in self.parts:
+            for name, part in parts.items():
+                found.setdefault(name, []).append(part.double())
+        sums = {name: PartSum(torch.stack(values).sum().item(), len(values)) for name, values in found.items()}
         self.totals, self.parts = [], []
         return totals, sums

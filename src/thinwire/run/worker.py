@@ -169,11 +169,8 @@ class Run:
             self.at, self._seconds, self.clock.speed(self.at), due, self._logged(due)
         )  # fmt: skip
         self.at = self.at.tested(row.get(self.metric_key), self.recorder.metric)
-        after = (
-            {"epoch": self.at.epoch + 1, "batch": 0, "first_batch": 0, "loss_sum": 0.0, "part_sums": {}}
-            if is_complete
-            else {"first_batch": self.at.batch}
-        )
+        new_epoch = {"batch": 0, "first_batch": 0, "loss_sum": 0.0, "part_sums": {}, "part_steps": {}}
+        after = {"epoch": self.at.epoch + 1, **new_epoch} if is_complete else {"first_batch": self.at.batch}
         self._advance(**after, epochs_seconds=by_rank[0]["train_seconds"])
         self.progress.row(row)
         self._save_checkpoint()

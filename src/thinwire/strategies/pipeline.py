@@ -9,7 +9,7 @@ from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from thinwire.comm.base import Comm
-from thinwire.comm.pipelining import Kind, Pipe
+from thinwire.comm.pipelining import Kind, Pipe, refuse_unfit_group
 from thinwire.comm.process import ProcessComm
 from thinwire.comm.recorded_pipe import RecordedPipe
 from thinwire.comm.recording import RecordingComm
@@ -55,6 +55,8 @@ class Pipeline(Staged):
         if comm.is_simulated:
             raise UsageError("pipeline: torch's pipelines need processes; simulate cannot run them, thinwire train can")
         super().__init__("pipeline", model, recipe, comm, blocks, cut, reducer)
+        if isinstance(self.layout.stages, ProcessComm):
+            refuse_unfit_group(self.layout.stages, self.device)
         self.schedule, self.microbatches = schedule, microbatches
 
     def begin(self, inputs: Tensor, starts: Sequence[int] | None = None) -> None:
