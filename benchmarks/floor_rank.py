@@ -32,7 +32,7 @@ def measure_rows(job: Found) -> None:
     computing: Computing | None = None
     for number, (name, port) in enumerate(zip(job["rows"], job["ports"], strict=True)):
         os.environ["MASTER_PORT"] = str(port)
-        with tw.join("gloo", timeout_seconds=job["limit"], device=device) as comm:
+        with tw.join("gloo", patience=job["limit"], device=device) as comm:
             try:
                 computing = computing or Computing(job, device, comm)
                 found = measure(BY_NAME[name], job, computing, comm, device)

@@ -44,6 +44,7 @@ NO_TORCH_MODULES |= {"run/records", "run/progress", "run/network", "run/tables"}
 MAY_USE_DISTRIBUTED = {
     "comm/pairwise",
     "comm/process",
+    "comm/process_work",
     "comm/process_groups",
     "comm/user_groups",
     "comm/sharding",

@@ -188,7 +188,7 @@ def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
     )  # fmt: skip
     opened: list[Callable[[], None]] = []
     user_groups.atexit = SimpleNamespace(register=opened.append)  # type: ignore[assignment]  # closed after each function
-    with suppress(EOFError), tw.join(timeout_seconds=60) as comm:
+    with suppress(EOFError), tw.join(patience=60) as comm:
         while True:
             function, args = pickle.loads(pipe.recv_bytes())
             ledger = Ledger()

@@ -23,6 +23,7 @@ from pydantic import (
     field_validator,
 )
 
+from thinwire.common.durations import checked_duration
 from thinwire.errors import UsageError, invalid, unknown
 
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -190,6 +191,15 @@ class RunConfig(BaseModel):
         Field(ge=2),
         option(WHERE, "Checkpoints to keep; at least two, so that one is left if the newest is damaged."),
     ] = 2
+    patience: Annotated[
+        str | None,
+        AfterValidator(lambda given: given and checked_duration(given)),
+        option(
+            WHERE,
+            "How long ranks wait for a late one before the run ends, as 90s, 5m or 2h. Default: 30 minutes, longer on "
+            "slow links with large models; 5 minutes until all ranks have started.",
+        ),
+    ] = None
     restarts: Annotated[
         NonNegativeInt, option(WHERE, "How often to restart from the last checkpoint when a rank dies.")
     ] = 0
@@ -280,7 +290,7 @@ class PlanConfig(BaseModel):
 # Settings that may change when a run is resumed. All others decide its numbers.
 MAY_CHANGE = {
     "epochs", "steps", "minutes", "test_every", "log_every", "num_workers", "strict", "data", "out", "track", "resume",
-    "checkpoint_every", "keep", "restarts", "device", "iface",
+    "checkpoint_every", "keep", "restarts", "device", "iface", "patience",
 }  # fmt: skip
 LENGTHS = ("epochs", "steps")  # of which a run has one
 

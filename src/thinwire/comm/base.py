@@ -159,6 +159,9 @@ class Comm(ABC):
         background.run(work)
         return background
 
+    def be_patient(self, seconds: float) -> None:  # noqa: B027
+        """Wait for other ranks at least so long from now on, also in groups that are split off later."""
+
     def close(self) -> None:  # noqa: B027
         """Release the threads and connections of this group."""
 

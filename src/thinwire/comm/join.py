@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from thinwire.comm.addresses import AUTO, gloo_interface
 from thinwire.comm.ledger import Ledger
+from thinwire.comm.patience import DEFAULT_SECONDS, patience_seconds
 from thinwire.comm.process import ProcessComm
 from thinwire.comm.process_groups import new_group, timeout_of
 from thinwire.comm.store import rendezvous
@@ -21,30 +22,29 @@ from thinwire.comm.world import World, find_world, node_key, number_nodes
 from thinwire.common.memory import keep_freed_memory
 from thinwire.errors import RunError, UsageError
 
-MAX_TIMEOUT_SECONDS = 31_536_000  # a year
 WORLD_OF_ONE = World(rank=0, size=1, local_rank=0, local_size=1, address="127.0.0.1", port=0, launcher="none")
 
 
 @contextmanager
 def join(
     backend: str | None = None,
-    timeout_seconds: float = 1800,
+    patience: float | str | None = None,
     device: torch.device | str | None = None,
     iface: str = AUTO,
 ) -> Iterator[ProcessComm]:
     """Join the world that torchrun, srun, mpirun or `thinwire train` made. Without one, be a world of one rank.
 
-    A rank that does not answer for `timeout_seconds` is lost. Ranks connect through the interface `iface` of their
-    machine, as eth0; by default through the one that leads to rank 0. A default process group that exists already is
-    used as it is, with its own timeout, and not destroyed.
+    Ranks wait for each other for as long as `patience`, seconds or a duration as "5m"; by default 5 minutes until all
+    are here, and then 30 minutes. Ranks connect through the interface `iface` of their machine, as eth0; by default
+    through the one that leads to rank 0. A default process group that exists already is used as it is, with its own
+    timeout, and not destroyed.
 
     >>> import thinwire, torch
     >>> with thinwire.join() as comm:
     ...     comm.size, comm.mean(torch.ones(2)).tolist()
     (1, [1.0, 1.0])
     """
-    if not 0 < timeout_seconds <= MAX_TIMEOUT_SECONDS:
-        raise UsageError(f"join: timeout_seconds={timeout_seconds}; possible: more than 0, up to {MAX_TIMEOUT_SECONDS}")
+    seconds = None if patience is None else patience_seconds(patience)
     keep_freed_memory()
     world = find_world() or WORLD_OF_ONE
     chosen = pick_device(world) if device is None else torch.device(device)
@@ -53,9 +53,9 @@ def join(
             yield comm
         return
     with gloo_interface(world.address, iface):
-        store = rendezvous(world, iface)
+        store = rendezvous(world, iface, seconds)
         backend = backend or agree_on_backend(store, world, pick_backend(world, chosen))
-        _init_process_group(world, store, backend, timeout_seconds)
+        _init_process_group(world, store, backend, seconds or DEFAULT_SECONDS)
         try:
             with closing(_world_comm(chosen)) as comm:
                 yield comm
@@ -149,8 +149,8 @@ def agree_on_backend(store: dist.Store, world: World, own: str) -> str:
     return "nccl" if set(found) == {b"nccl"} else "gloo"
 
 
-def _init_process_group(world: World, store: dist.Store, backend: str, timeout_seconds: float) -> None:
-    timeout = datetime.timedelta(seconds=timeout_seconds)
+def _init_process_group(world: World, store: dist.Store, backend: str, patience: float) -> None:
+    timeout = datetime.timedelta(seconds=patience)
     try:
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
     except dist.DistError as error:

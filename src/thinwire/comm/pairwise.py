@@ -13,6 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.comm.process_groups import wait_for_message
+
 TAG = 1  # of these messages; `isend` and `irecv` of a Comm have 0
 IN_FLIGHT_BYTES = 2**17  # all_to_all starts a further step only up to so many: more would share a receiver's link
 
@@ -31,13 +33,13 @@ def all_to_all(out: Sequence[Tensor], parts: Sequence[Tensor], group: dist.Proce
         received, sent = out[(rank - i) % size], parts[(rank + i) % size]
         num_bytes = max(received.numel(), sent.numel())
         while under_way and in_flight + num_bytes > IN_FLIGHT_BYTES:
-            in_flight -= _wait_for_oldest(under_way)
+            in_flight -= _wait_for_oldest(under_way, group)
         works = [_irecv(received, (rank - i) % size, group)] if received.numel() else []
         works += [_isend(sent, (rank + i) % size, group)] if sent.numel() else []
         under_way.append((works, num_bytes))
         in_flight += num_bytes
     while under_way:
-        _wait_for_oldest(under_way)
+        _wait_for_oldest(under_way, group)
 
 
 def all_gather(out: Sequence[Tensor], tensor: Tensor, group: dist.ProcessGroup) -> None:
@@ -48,10 +50,10 @@ def all_gather(out: Sequence[Tensor], tensor: Tensor, group: dist.ProcessGroup) 
     going = []
     for i in range(size - 1):
         if i:
-            coming[i - 1].wait()
+            wait_for_message(coming[i - 1], group)
         going.append(_isend(out[(rank - i) % size], (rank + 1) % size, group))
     for work in coming[-1:] + going:
-        work.wait()
+        wait_for_message(work, group)
 
 
 def _isend(tensor: Tensor, to: int, group: dist.ProcessGroup) -> Any:
@@ -62,9 +64,9 @@ def _irecv(tensor: Tensor, source: int, group: dist.ProcessGroup) -> Any:
     return dist.irecv(tensor, group=group, group_src=source, tag=TAG)
 
 
-def _wait_for_oldest(under_way: deque[tuple[list[Any], int]]) -> int:
+def _wait_for_oldest(under_way: deque[tuple[list[Any], int]], group: dist.ProcessGroup) -> int:
     """Wait for the oldest step; returns its bytes."""
     works, num_bytes = under_way.popleft()
     for work in works:
-        work.wait()
+        wait_for_message(work, group)
     return num_bytes

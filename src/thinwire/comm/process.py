@@ -19,11 +19,13 @@ from thinwire.comm.process_groups import (
     GroupPair,
     backend_of,
     destroy,
+    lengthen_timeout,
     members_group_pair,
     new_group_pair,
     peer_errors,
     timeout_of,
 )
+from thinwire.comm.process_work import TorchWork
 from thinwire.comm.work import MappedWork, Work
 from thinwire.common.tensors import as_vector, from_bytes, num_bytes, to_bytes
 from thinwire.errors import RunError, UsageError
@@ -93,6 +95,10 @@ class ProcessComm(Comm):
             groups = self.side_group, self.group
             self._second_lane = ProcessComm(groups, self.members, self.link, self.ledger, self.wire_device, self.nodes)
         return [self, self._second_lane]
+
+    def be_patient(self, seconds: float) -> None:
+        for group in (self.group, self.side_group):
+            lengthen_timeout(group, seconds)
 
     @property
     def closed(self) -> bool:
@@ -168,9 +174,9 @@ class ProcessComm(Comm):
             raise UsageError(f"gloo cannot reduce {tensor.dtype}; possible: {sorted(map(str, GLOO_REDUCES))}")
         own = tensor if overwrite and tensor.is_contiguous() else self._own(tensor, device)
         if not own.numel():
-            return _Work(None, own, device)
+            return TorchWork(None, own, device)
         with peer_errors():
-            return _Work(dist.all_reduce(own, OPS[op], self.group, async_op=True), own, device)
+            return TorchWork(dist.all_reduce(own, OPS[op], self.group, async_op=True), own, device)
 
     def _all_gather(self, tensor: Tensor, device: torch.device) -> list[Tensor]:
         sent = to_bytes(tensor)
@@ -202,12 +208,12 @@ class ProcessComm(Comm):
     def _isend(self, tensor: Tensor, to: int, device: torch.device) -> Work:
         sent = to_bytes(self._own(tensor, device))
         with peer_errors():
-            return _Work(dist.isend(sent, group=self.group, group_dst=to), sent, self.wire_device)
+            return TorchWork(dist.isend(sent, group=self.group, group_dst=to), sent, self.wire_device, self.group)
 
     def _irecv(self, like: Tensor, source: int) -> Work:
         out = self._buffer(num_bytes(like), like.device)
         with peer_errors():
-            work = _Work(dist.irecv(out, group=self.group, group_src=source), out, like.device)
+            work = TorchWork(dist.irecv(out, group=self.group, group_src=source), out, like.device, self.group)
         return MappedWork(work, lambda data: from_bytes(data, like.dtype, like.shape))
 
     def _own(self, staged: Tensor, device: torch.device) -> Tensor:
@@ -219,25 +225,6 @@ class ProcessComm(Comm):
         """Memory that the backend can receive into, for data that then moves to a device."""
         pin = device.type == "cuda" and self.wire_device.type == "cpu"
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.wire_device, pin_memory=pin)
-
-
-class _Work:
-    """A torch work handle (None: nothing to do) with the tensor that it fills, which then moves to a device."""
-
-    def __init__(self, work: Any, tensor: Tensor, device: torch.device) -> None:
-        self.work = work
-        self.tensor = tensor
-        self.device = device
-
-    def wait(self) -> Tensor:
-        if self.work is not None:
-            with peer_errors():
-                self.work.wait()
-        to_gpu = self.device.type == "cuda"  # from pinned memory, which is kept until the copy is done
-        return self.tensor.to(self.device, non_blocking=to_gpu)
-
-    def done(self) -> bool:
-        return self.work is None or bool(self.work.is_completed())
 
 
 def _parts(data: Tensor, like: Sequence[Tensor], device: torch.device) -> list[Tensor]:

@@ -88,6 +88,19 @@ def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
     return timeout
 
 
+def lengthen_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """Let the ranks of a group wait for each other at least so long, from their next operation on."""
+    before = timeout_of(group)
+    if before is not None and before.total_seconds() < seconds:
+        group._get_backend(group._device_types[0])._set_default_timeout(datetime.timedelta(seconds=seconds))
+
+
+def wait_for_message(work: Any, group: dist.ProcessGroup) -> None:
+    """Wait for a message between two ranks: for these gloo knows only the timeout that a group was made with."""
+    timeout = timeout_of(group) if backend_of(group) == "gloo" else None
+    work.wait() if timeout is None else work.wait(timeout)
+
+
 @contextmanager
 def peer_errors() -> Iterator[None]:
     """Turn torch's connection errors into PeerLost, after a few seconds in which the launcher sees the first cause."""

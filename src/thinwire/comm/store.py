@@ -11,16 +11,18 @@ import os
 import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import torch.distributed as dist
 
 from thinwire.comm.addresses import AUTO, addresses_of, interface_to, own_addresses, resolve_host
 from thinwire.comm.world import World
+from thinwire.common.durations import format_duration
 from thinwire.common.messages import print_line
 from thinwire.errors import RunError, UsageError
 
-JOIN_SECONDS = 300
+JOIN_SECONDS = 300.0  # unless a patience is given: who is not here by then has mostly not been started
 RESOLVE_SECONDS = 60  # names of containers may be unknown for a while; one that is unknown for longer is a mistake
 WAIT_QUIETLY_SECONDS = 10  # before a rank prints that it waits for others
 JOIN_VARIABLE = "THINWIRE_JOIN"  # set for processes that join in place of others: a name for the keys of this join
@@ -28,8 +30,10 @@ _joins = itertools.count()
 _stores: dict[World, dist.Store] = {}  # kept for the life of the process
 
 
-def rendezvous(world: World, iface: str = AUTO) -> dist.Store:
-    """Wait until all ranks are here; returns the store that they share. Each join of a process has keys of its own.
+def rendezvous(world: World, iface: str = AUTO, patience: float | None = None) -> dist.Store:
+    """Wait until all ranks are here, for at most so many seconds; returns the store that they share.
+
+    Each join of a process has keys of its own.
 
     If rank 0 opens the store, it listens at MASTER_ADDR, which must be an address of the interface `iface`.
     """
@@ -39,38 +43,48 @@ def rendezvous(world: World, iface: str = AUTO) -> dist.Store:
         world = replace(world, address=addresses_of(iface)[0])  # all ranks are on this machine
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     within = os.environ.get(JOIN_VARIABLE, "world")
-    where = f"{world.address}:{world.port}"
+    where, seconds = f"{world.address}:{world.port}", patience or JOIN_SECONDS
     addresses = _resolve_master(world)
     notice = threading.Timer(WAIT_QUIETLY_SECONDS, _print_waiting, (world, where, addresses))
     notice.daemon = True
     notice.start()
+    store: dist.Store | None = None
     try:
-        store = dist.PrefixStore(f"thinwire/{attempt}/{within}/{next(_joins)}", _store_of(world, iface))
+        store = dist.PrefixStore(f"thinwire/{attempt}/{within}/{next(_joins)}", _store_of(world, iface, seconds))
         store.set(f"here/{world.rank}", "")
-        store.wait([f"here/{rank}" for rank in range(world.size)], datetime.timedelta(seconds=JOIN_SECONDS))
+        store.wait([f"here/{rank}" for rank in range(world.size)], datetime.timedelta(seconds=seconds))
         return store
     except (dist.DistError, OSError, RuntimeError) as error:
         if "EADDRINUSE" in str(error) or "in use" in str(error):
             raise UsageError(f"{where} is in use; set MASTER_PORT to a free port, or start rank 0 once only") from None
         raise RunError(
-            f"rank {world.rank} did not meet all {world.size} ranks at {where} within {JOIN_SECONDS} s; start them "
-            f"all, {_what_to_set()}, and check MASTER_PORT and the firewall ({str(error).splitlines()[0]})"
+            f"rank {world.rank} did not meet all {world.size} ranks at {where} within {format_duration(seconds)}"
+            f"{_missing(store, world)}; start them all, {_what_to_set()}, and check MASTER_PORT and the firewall; if "
+            f"they need longer, give --patience ({str(error).splitlines()[0]})"
         ) from error
     finally:
         notice.cancel()
 
 
-def _store_of(world: World, iface: str) -> dist.Store:
+def _missing(store: dist.Store | None, world: World) -> str:
+    """The ranks that did not come, if the store can tell."""
+    with suppress(RuntimeError):
+        missing = [rank for rank in range(world.size) if store and not store.check([f"here/{rank}"])]
+        return f": {', '.join(f'rank {rank}' for rank in missing)} did not come" if missing else ""
+    return ""
+
+
+def _store_of(world: World, iface: str, seconds: float) -> dist.Store:
     """The store that this process uses for a world; a later join uses it again, also one with another interface."""
     if world not in _stores:
-        _stores[world] = _open_store(world, iface)
+        _stores[world] = _open_store(world, iface, seconds)
     return _stores[world]
 
 
-def _open_store(world: World, iface: str) -> dist.Store:
+def _open_store(world: World, iface: str, seconds: float = JOIN_SECONDS) -> dist.Store:
     """The launcher's store if it has one, else one that rank 0 opens."""
     is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    timeout = datetime.timedelta(seconds=JOIN_SECONDS)
+    timeout = datetime.timedelta(seconds=seconds)
     if world.rank or is_hosted:
         return dist.TCPStore(world.address, world.port, world.size, False, timeout, wait_for_workers=False)
     addresses = _on_interface(world, iface) if iface != AUTO else _resolve_master(world)

@@ -16,8 +16,10 @@ from torch import nn
 from thinwire.comm.base import Comm
 from thinwire.comm.collectives import all_gather_json
 from thinwire.comm.join import pick_device
+from thinwire.comm.patience import default_patience
 from thinwire.comm.world import World
 from thinwire.common.cores import num_threads
+from thinwire.common.tensors import num_bytes
 from thinwire.config import LENGTHS, RunConfig, make_config, merge
 from thinwire.errors import RunError, ThinwireError, UsageError, unknown
 from thinwire.run.records import RunFolder
@@ -26,7 +28,7 @@ from thinwire.spec import parse
 from thinwire.tasks.base import Task
 
 T = TypeVar("T")
-ANSWER_SECONDS, ALONE_SECONDS = 1800.0, 7 * 86_400.0
+ALONE_SECONDS = 7 * 86_400.0  # machines that train alone meet only when the slowest has done its epoch
 FALLBACK = {"epochs": 10, "batch_size": 32, "lr": 0.1, "optimizer": "sgd", "schedule": "cosine"}
 
 
@@ -96,13 +98,20 @@ def use_device(config: RunConfig, world: World | None) -> torch.device:
     return device
 
 
-def answer_seconds(config: RunConfig) -> float:
-    """How long ranks wait for each other: machines that train alone meet only when the slowest has done its epoch.
+def patience_of(config: RunConfig) -> str | float | None:
+    """The patience that ranks join with, before they have a model: what is asked for, if anything.
 
-    >>> answer_seconds(RunConfig(strategy="diloco")), answer_seconds(RunConfig(strategy="alone"))
-    (1800.0, 604800.0)
+    >>> patience_of(RunConfig(patience="5m")), patience_of(RunConfig(strategy="alone")), patience_of(RunConfig())
+    ('5m', 604800.0, None)
     """
-    return ALONE_SECONDS if parse(config.strategy).name == "alone" else ANSWER_SECONDS
+    return config.patience or (ALONE_SECONDS if parse(config.strategy).name == "alone" else None)
+
+
+def suit_patience(config: RunConfig, comm: Comm, model: nn.Module, rate_mbit: float | None) -> None:
+    """If no patience was asked for, be as patient as a model on a link of this rate needs."""
+    if config.patience is None:
+        model_bytes = sum(map(num_bytes, (*model.parameters(), *model.buffers())))
+        comm.be_patient(default_patience(model_bytes, comm.size, rate_mbit))
 
 
 def on_rank_0(comm: Comm, function: Callable[[], T]) -> T:

@@ -30,7 +30,15 @@ from thinwire.run.progress import NoProgress, Progress, ProgressBar, ProgressFil
 from thinwire.run.recorder import Recorder, refuse_taken
 from thinwire.run.records import RunFolder
 from thinwire.run.setup import find_length, identity, loader_of, optimizer_of, recipe_of
-from thinwire.run.startup import answer_seconds, on_rank_0, open_folder, seed_everything, use_device, with_defaults
+from thinwire.run.startup import (
+    on_rank_0,
+    open_folder,
+    patience_of,
+    seed_everything,
+    suit_patience,
+    use_device,
+    with_defaults,
+)
 from thinwire.run.step_losses import StepLosses
 from thinwire.run.summary import num_parameters
 from thinwire.strategies.finite import CHECK_EVERY_STEPS, not_finite_error
@@ -45,7 +53,7 @@ def run_rank(config: RunConfig, link: LinkReport = LinkReport(), progress_file: 
     """
     device = use_device(config, find_world())
     backend = "gloo" if link.on_hosts else None  # nccl would not use the hosts' network
-    with join(backend, answer_seconds(config), device, config.iface) as comm:
+    with join(backend, patience_of(config), device, config.iface) as comm:
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and config.out is not None:
             has_begun = on_rank_0(comm, RunFolder(config.out).config.exists)
             config = config.model_copy(update={"resume": has_begun})
@@ -73,6 +81,7 @@ class Run:
         seed_everything(config.seed)
         model = self.task.build_model(config.model).to(device)
         size = num_parameters(model)
+        suit_patience(config, comm, model, link.rate_mbit)
         self.learning_rate = LearningRateWatch(optimizer_of(self.config))
         self.strategy = make_strategy(
             self.config.strategy, model, recipe_of(self.config, self.task, self.length, self.learning_rate), comm

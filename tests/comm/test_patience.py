@@ -1,4 +1,4 @@
-"""How long a rank waits for another: every further group has the timeout of the first one."""
+"""How long a rank waits for another: every further group is as patient as the first one."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from tests.worlds import ProcessWorlds, no_grace
+from thinwire.comm.patience import DEFAULT_SECONDS, default_patience
 from thinwire.comm.process import ProcessComm
 from thinwire.comm.user_groups import comm_like
 from thinwire.errors import PeerLost
@@ -28,8 +31,8 @@ def group_of(timeout: float) -> dist.ProcessGroup:
     return made
 
 
-def test_join_hands_its_timeout_to_all_groups() -> None:
-    with tw.join(timeout_seconds=9) as comm:
+def test_join_hands_its_patience_to_all_groups() -> None:
+    with tw.join(patience=9) as comm:
         part = comm.split([[0]], "part")
         assert seconds([comm.group, comm.side_group, part.group, part.side_group]) == [9] * 4
 
@@ -37,7 +40,7 @@ def test_join_hands_its_timeout_to_all_groups() -> None:
 def test_further_groups_have_the_timeout_of_one_that_exists() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=datetime.timedelta(seconds=7))
     try:
-        with tw.join(timeout_seconds=9) as comm:
+        with tw.join(patience=9) as comm:
             assert seconds([comm.group, comm.side_group]) == [7, 7]
     finally:
         dist.destroy_process_group()
@@ -78,7 +81,38 @@ def test_a_rank_that_never_answers_is_lost_after_that_time(process_world: Proces
     assert second == ""
 
 
-@pytest.mark.parametrize("given", [0, -1, float("nan"), float("inf"), 1e300])
-def test_a_timeout_that_is_none_is_refused(given: float) -> None:
-    with pytest.raises(tw.UsageError, match=r"timeout_seconds=.*possible"), tw.join(timeout_seconds=given):
+@pytest.mark.parametrize(
+    "patience", [0, -1, float("nan"), float("inf"), 1e300, "5", "", "5m 2h", "-3s", "nans", "0s", "999d"]
+)
+def test_a_patience_that_is_none_is_refused(patience: float | str) -> None:
+    with pytest.raises(tw.UsageError, match=r"patience.*30m|patience.*1h30m"), tw.join(patience=patience):
         pass
+
+
+BYTES, RANKS, MBIT = st.integers(0, 10**13), st.integers(1, 1000), st.floats(0.01, 1e5)
+
+
+@given(BYTES, RANKS, MBIT, st.floats(1, 100))
+def test_the_default_suffices_for_the_largest_message_and_grows_with_what_the_link_needs(
+    num_bytes: int, ranks: int, mbit: float, more: float
+) -> None:
+    found = default_patience(num_bytes, ranks, mbit)
+    year = 365 * 86_400
+    assert min(year, DEFAULT_SECONDS + ranks * num_bytes * 8e-6 / mbit) <= found <= year
+    assert found <= default_patience(round(num_bytes * more), ranks, mbit)
+    assert found <= default_patience(num_bytes, ranks, mbit / more)
+    assert default_patience(num_bytes, ranks, None) == DEFAULT_SECONDS
+
+
+def more_patient(comm: ProcessComm) -> list[list[float]]:
+    own = comm_like(group_of(9), torch.device("cpu"))
+    own.be_patient(70)
+    half = own.split([[0], [1]], "half")
+    own.be_patient(65)
+    found = [seconds([one.group, one.side_group]) for one in (own, half)]
+    own.close()
+    return found
+
+
+def test_a_world_may_become_more_patient(process_world: ProcessWorlds) -> None:
+    assert process_world.run(more_patient, 2) == [[[70, 70], [70, 70]]] * 2
