@@ -20,7 +20,7 @@ def measure(comm: Comm, seconds: float) -> Any:
 
 @worlds(threads=[2, 4], processes=[3])
 def test_every_rank_gets_the_same_matrix_and_ring(world: World, ranks: int) -> None:
-    found = world(measure, ranks, 1.5)
+    found = world(measure, ranks, 30.0)  # it takes less: the bytes of each pair are bounded
     for latency, matrix, ring, rows in found:
         assert (latency, matrix, ring) == found[0][:3]
         assert latency > 0
