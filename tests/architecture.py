@@ -22,8 +22,8 @@ MODULES = {str(path.relative_to(SOURCE).with_suffix("")) for path in FILES}
 # Folders, and the modules beside them, lowest first. Each may import from those before it and from itself.
 LAYERS = [
     "errors", "common", "spec", "registry", "losses", "data", "optim", "netlab", "kernels", "codecs", "comm",
-    "reducers", "surgery", "exchange", "strategies", "tasks", "config", "plan", "run", "launch", "compare", "advice",
-    "integrations", "cli", "__main__", "__init__",
+    "reducers", "surgery", "exchange", "strategies", "tasks", "config", "plan", "run", "elastic", "launch", "compare",
+    "advice", "integrations", "cli", "__main__", "__init__",
 ]  # fmt: skip
 
 

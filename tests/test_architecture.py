@@ -51,6 +51,8 @@ MAY_USE_DISTRIBUTED = {
     "comm/pipelining",
     "comm/join",
     "comm/store",
+    "elastic/groups",
+    "elastic/notes",
     "launch/agent",
     "launch/failures",
     "launch/rendezvous",

@@ -207,8 +207,12 @@ class Learner:
         for name, p in self._parameters.items():
             refuse_sparse(p.grad, name)
 
-    def state_dict(self) -> dict[str, Any]:
+    def check_finite(self) -> None:
+        """Raise RunError if the loss or the gradient of a step so far was not finite. Waits for a GPU."""
         self._finite_check.check(self.num_steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        self.check_finite()
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "num_steps": self.num_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

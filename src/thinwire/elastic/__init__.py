@@ -1,0 +1,1 @@
+"""Elastic rounds: ranks leave and join while a run goes on."""

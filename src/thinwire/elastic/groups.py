@@ -1,0 +1,74 @@
+"""The process groups of members, and functions that run while their rank looks at the membership."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from thinwire.comm.base import Comm
+from thinwire.comm.ledger import Ledger
+from thinwire.comm.process import ProcessComm
+from thinwire.comm.process_groups import members_group_pair
+from thinwire.comm.world import number_nodes
+from thinwire.elastic.notes import Notes
+
+OPERATION_SECONDS = 1800.0  # one operation of a living group; a lost member is found by its heart long before
+
+
+class Task:
+    """A function on a thread of its own. One that waits for a lost member is left behind: its thread ends with it."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(function,), name="thinwire-elastic", daemon=True)
+        self._thread.start()
+
+    def is_over(self) -> bool:
+        """Whether it has ended, by an error or not."""
+        return not self._thread.is_alive()
+
+    def result(self) -> None:
+        """Raise its error, if it ended by one."""
+        if self.error is not None:
+            raise self.error
+
+    def _run(self, function: Callable[[], None]) -> None:
+        try:
+            function()
+        except BaseException as error:
+            self.error = error
+
+
+def connect(
+    notes: Notes, number: int, place: int, hosts: Sequence[int], ledger: Ledger, device: torch.device, seconds: float
+) -> ProcessComm:
+    """The group of some members, on these hosts; all of them call it, and wait for each other for some seconds."""
+    store = dist.PrefixStore(f"group/{number}", notes.store)
+    timeout = datetime.timedelta(seconds=seconds)
+    pair = members_group_pair(store, "members", (place, len(hosts)), "gloo", timeout)
+    for group in pair:
+        backend: Any = group._get_backend(torch.device("cpu"))
+        backend._set_default_timeout(datetime.timedelta(seconds=OPERATION_SECONDS))
+    return ProcessComm(pair, range(len(hosts)), "world", ledger, device, number_nodes(hosts))
+
+
+def let_go(comm: ProcessComm | None) -> None:
+    """Close a group, without waiting for operations that a lost member holds up."""
+    if comm is not None:
+        threading.Thread(target=comm.close, name="thinwire-closing", daemon=True).start()
+
+
+def share_json(comm: Comm, root: int, value: Any) -> Any:
+    """A JSON value of the member at place `root`, on every member."""
+    text = json.dumps(value).encode()
+    with comm.ledger.purpose("start"):
+        length = int(comm.broadcast(torch.tensor([len(text)]), root))
+        own = torch.frombuffer(bytearray(text), dtype=torch.uint8) if comm.rank == root else None
+        data = comm.broadcast(torch.zeros(length, dtype=torch.uint8) if own is None else own, root)
+    return json.loads(bytes(data.tolist()))

@@ -1,0 +1,240 @@
+"""One rank of an elastic run: train, meet, exchange, commit, merge; over and over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from thinwire.comm.ledger import Ledger
+from thinwire.comm.process import ProcessComm
+from thinwire.data import derive_seed
+from thinwire.elastic.groups import Task, connect, let_go, share_json
+from thinwire.elastic.job import Trainee
+from thinwire.elastic.membership import LeftBehind, Meeting, Membership, Standing
+from thinwire.elastic.notes import Notes, StoreLost
+from thinwire.elastic.record import Record, Row
+from thinwire.elastic.shares import Position, Shares, share_out, weights
+from thinwire.errors import RunError
+from thinwire.run.startup import seed_everything
+
+CONNECT_SECONDS = 60.0  # for members that are all there
+
+
+class Work(Protocol):
+    """What members do together: it may never end if one of them is lost."""
+
+    def is_over(self) -> bool: ...
+    def result(self) -> None: ...
+
+
+class Member:
+    """A rank that takes part in a run until it is finished.
+
+    An attempt goes through five points. A rank may be lost at any of them:
+
+        gather     the members of a new group meet, and connect
+        hand over  newcomers get the state of the run
+        train      everyone trains its samples
+        exchange   the mean movement is computed; nobody has changed its weights
+        merge      once all have it whole, and so the round is committed
+    """
+
+    def __init__(
+        self, membership: Membership, trainee: Trainee, record: Record, at: Position, groups: Notes,
+        seeds_everything: bool = True,
+    ) -> None:  # fmt: skip
+        self.membership, self.trainee, self.record, self.at, self.groups = membership, trainee, record, at, groups
+        self.seeds_everything = seeds_everything  # False for ranks that are threads
+        self.ledger = Ledger()
+        self.comm: ProcessComm | None = None
+        self.group = -1  # the number of that group
+        self.trained = -1  # the last round that this rank trained its samples of
+        self.losses: list[float] = []  # of those samples
+        self.has_state = True  # of the run; a newcomer gets it
+        self.after_round: Callable[[Row], None] = lambda row: None
+        self.say: Callable[[str], None] = lambda text: None
+
+    @property
+    def id(self) -> int:
+        """This rank's name in the run."""
+        return self.membership.id
+
+    @property
+    def standing(self) -> Standing:
+        """What this rank brings when it comes."""
+        return Standing(self.at.round, self.trainee.checksums()["agreed"])
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all epochs are trained."""
+        return self.at.epoch >= self.trainee.job.epochs
+
+    def run(self, min_ranks: int = 1) -> None:
+        """Take part until the run is finished. Raises LeftBehind if the others went on without this rank."""
+        try:
+            meeting = self.membership.enter(self.standing, min_ranks, self.say)
+            if self.id in meeting.newcomers:
+                self._come_as_newcomer()
+            while not meeting.ended:
+                if self.id not in meeting.members:
+                    raise LeftBehind(
+                        f"the others went on without rank {self.id} ({meeting.lost.get(str(self.id), 'it was silent')})"
+                    )
+                meeting = self.attempt(meeting)
+            if not meeting.committed or not self.is_finished:
+                raise RunError("all ranks that had the state of this run have left")
+        except (StoreLost, LeftBehind):
+            raise
+        except BaseException as error:
+            with suppress(StoreLost):
+                self.membership.leave(str(error).splitlines()[0] if str(error) else type(error).__name__)
+            raise
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Stop the heart, and close the group."""
+        self.membership.close()
+        if self.comm is not None:
+            self.comm.close()
+        self.comm = None
+
+    def attempt(self, meeting: Meeting) -> Meeting:
+        """Make an attempt; returns the next one."""
+        return (
+            self.gather(meeting) or self.hand_over(meeting) or self.train(meeting) or self.exchange(meeting)
+        )  # fmt: skip
+
+    # ---- the points of an attempt: each returns the next attempt if this one is in vain
+
+    def gather(self, meeting: Meeting) -> Meeting | None:
+        """Meet the members of a new group, and connect to them."""
+        if self.group == meeting.group:
+            return None
+        let_go(self.comm)
+        self.comm = None
+        place, members = meeting.members.index(self.id), meeting.members
+        here = [f"here/{meeting.group}/{one}" for one in members]
+        self.membership.notes.write(here[place])
+        if decided := self.membership.wait(meeting, lambda: self.membership.notes.has(here)):
+            return decided
+        hosts = [self.membership.about(one).get("host", 0) for one in members]
+        made: list[ProcessComm] = []
+        notes, device = self.groups.another(), self.trainee.job.device
+        task = Task(
+            lambda: made.append(connect(notes, meeting.group, place, hosts, self.ledger, device, CONNECT_SECONDS))
+        )
+        if decided := self._in_vain(meeting, task):
+            return decided
+        self.comm, self.group = made[0], meeting.group
+        self.trainee.use_group(self.comm)
+        return None
+
+    def hand_over(self, meeting: Meeting) -> Meeting | None:
+        """Give the state of the run to those who have just come, or get it."""
+        newcomers = set(meeting.newcomers) & set(meeting.members)
+        if not newcomers:
+            return None
+        assert self.comm is not None
+        comm, root = self.comm, next(i for i, one in enumerate(meeting.members) if one not in newcomers)
+        found: list[dict[str, Any]] = []
+
+        def share() -> None:
+            found.append(share_json(comm, root, {"at": asdict(self.at), "rows": self.record.to_json()}))
+            self.trainee.hand_over(comm, root, is_new=not self.has_state)
+
+        if decided := self._in_vain(meeting, Task(share)):
+            return decided
+        if not self.has_state:
+            self.at = Position(**found[0]["at"])
+            self.record.replace([Row(**row) for row in found[0]["rows"]])
+            self.has_state = True
+        return None
+
+    def train(self, meeting: Meeting) -> Meeting | None:
+        """Train this rank's samples of the round, unless that was done in an attempt before."""
+        if self.trained == meeting.round:
+            return None
+        place = meeting.began.index(self.id)
+        if self.seeds_everything:
+            seed_everything(derive_seed(self.trainee.job.seed, meeting.round, place))
+        self.losses = self.trainee.train(self.shares(meeting), place)
+        self.trained = meeting.round
+        return None
+
+    def exchange(self, meeting: Meeting) -> Meeting:
+        """Compute the mean movement, and merge it if the round is committed."""
+        shares = self.shares(meeting)
+        counts = dict(zip(meeting.began, shares.counts(len(meeting.began)), strict=True))
+        place = meeting.members.index(self.id)
+        self.trainee.start_exchange(weights([counts[one] for one in meeting.members])[place])
+        decided = self._in_vain(meeting, self.trainee)
+        if decided is None:
+            decided = self.settle(meeting, is_last=shares.end.epoch >= self.trainee.job.epochs)
+        if decided.committed:
+            self.merge(meeting, shares)
+        else:
+            self.trainee.discard()
+        self._say_changes(meeting, decided)
+        return decided
+
+    def settle(self, meeting: Meeting, is_last: bool) -> Meeting:
+        """Say that this rank has the result whole, and wait for the decision."""
+        return self.membership.settle(meeting, is_last)
+
+    def merge(self, meeting: Meeting, shares: Shares) -> None:
+        """Take the result, and go on to the next round."""
+        self.trainee.merge()
+        at, counts = self.at, shares.counts(len(meeting.began))
+        row = Row(
+            meeting.round, list(meeting.began), list(meeting.members), list(meeting.newcomers), meeting.lost,
+            {str(one): count for one, count in zip(meeting.began, counts, strict=True)}, at.epoch, at.given, at.step,
+            self.trainee.job.schedule(shares.epochs_done(shares.steps[-1]), self.trainee.job.epochs),
+            self.trainee.checksums(),
+        )  # fmt: skip
+        self.at = shares.end
+        self.record.add(row)
+        self.after_round(row)
+
+    def shares(self, meeting: Meeting) -> Shares:
+        """Who trains what in a round."""
+        assert meeting.round == self.at.round, (meeting, self.at)
+        job = self.trainee.job
+        return share_out(self.at, self.trainee.num_samples, len(meeting.began), job.batch_size, self.trainee.every)
+
+    def _in_vain(self, meeting: Meeting, work: Work) -> Meeting | None:
+        """Wait for work with the others; returns the next attempt if it cannot be finished."""
+        decided = self.membership.wait(meeting, lambda: work.is_over() or self.membership.has_failed(meeting))
+        if decided is not None:
+            return decided
+        try:
+            if work.is_over():
+                work.result()
+                return None
+        except (RunError, RuntimeError):
+            pass  # a connection broke: the hearts tell whose
+        self.membership.say_failed(meeting)
+        return self.membership.wait(meeting, lambda: False)
+
+    def _come_as_newcomer(self) -> None:
+        """Forget what this rank brought: the others are further."""
+        self.has_state, self.trained, self.group = False, -1, -1
+        self.trainee.begin_anew()
+        self.record.replace([])
+
+    def _say_changes(self, before: Meeting, after: Meeting) -> None:
+        for name, why in after.lost.items():
+            if name not in before.lost and not after.committed:
+                self.say(f"round {before.round}: {self._named(int(name))} has left ({why}); {_go_on(after)}")
+        for one in after.newcomers if after.committed else ():
+            self.say(f"round {after.round}: {self._named(one)} joins; {_go_on(after)}")
+
+    def _named(self, member: int) -> str:
+        return f"rank {member} ({self.membership.about(member).get('name', 'unknown')})"
+
+
+def _go_on(meeting: Meeting) -> str:
+    number = len(meeting.members)
+    return f"{number} rank{'s' * (number != 1)} {'go' if number != 1 else 'goes'} on"
