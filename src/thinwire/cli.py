@@ -172,6 +172,7 @@ def doctor(
         Literal["auto", "cpu", "cuda"], Parameter(help="Device to compute on; auto = GPUs if there are any.")
     ] = "auto",
     iface: Annotated[str, Parameter(help="Network interface to connect through; auto = the one to rank 0.")] = "auto",
+    secret_file: Annotated[Path | None, Parameter(help="File with a secret that every rank must know to join.")] = None,
     out: Annotated[Path | None, Parameter(help="Folder for results, whose disk is examined.")] = None,
     task: Annotated[str | None, Parameter(help="Also say which strategy to take for this task.")] = None,
     model: Annotated[str | None, Parameter(help="The task's model, if not its own.")] = None,
@@ -194,6 +195,7 @@ def doctor(
     from thinwire.advice.recommendation import with_recommendation
 
     settings = {"ranks": ranks, "nodes": nodes, "link": link, "device": device, "iface": iface, "out": out}
+    settings["secret_file"] = secret_file
     found = doctor(make_config(settings, source="doctor"))
     if found is None:
         return

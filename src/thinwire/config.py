@@ -168,6 +168,14 @@ class RunConfig(BaseModel):
     iface: Annotated[
         str, option(WHERE, "Network interface to connect through, as eth0; auto = the one that leads to rank 0.")
     ] = "auto"
+    secret_file: Annotated[
+        Path | None,
+        option(
+            WHERE,
+            "File with a secret that every rank must know to join; nobody else may be able to open the file. "
+            "Default: the variable THINWIRE_SECRET, or none.",
+        ),
+    ] = None
     out: Annotated[Path | None, option(WHERE, "Folder for the results. Default: a new one in runs/.")] = None
     track: Annotated[
         Literal["tensorboard", "wandb", "mlflow", "trackio"] | None,
@@ -291,6 +299,7 @@ class PlanConfig(BaseModel):
 MAY_CHANGE = {
     "epochs", "steps", "minutes", "test_every", "log_every", "num_workers", "strict", "data", "out", "track", "resume",
     "checkpoint_every", "keep", "restarts", "device", "iface", "patience",
+    "secret_file",
 }  # fmt: skip
 LENGTHS = ("epochs", "steps")  # of which a run has one
 

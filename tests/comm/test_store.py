@@ -110,7 +110,7 @@ def test_a_master_that_is_not_on_the_interface_is_refused_by_rank_0(monkeypatch:
     with pytest.raises(UsageError, match=r"--iface eth1 has 10.1.0.7, but .* is 10.0.0.7; set MASTER_ADDR=10.1.0.7 on"):
         rendezvous(world("10.0.0.7", port=29502), "eth1")
     listened_at = []
-    monkeypatch.setattr(store, "_listen_at", lambda address, *_: listened_at.append(address))
+    monkeypatch.setattr(store, "open_store", lambda size, address, *_: listened_at.append(address))
     monkeypatch.setattr(store, "resolve_host", lambda host: ("10.0.0.7", "10.1.0.7"))
     store._open_store(world("node7", port=29503), "eth1")
     monkeypatch.setattr(store, "resolve_host", lambda host: ("127.0.1.1",))

@@ -17,6 +17,7 @@ from thinwire.comm.addresses import gloo_interface
 from thinwire.comm.join import WORLD_OF_ONE, join
 from thinwire.comm.link_probe import first_ranks
 from thinwire.comm.reach import Store, find_unreached, gather_through, leave_store
+from thinwire.comm.secret import read_secret
 from thinwire.comm.store import rendezvous
 from thinwire.comm.world import World, find_world, number_nodes
 from thinwire.config import RunConfig
@@ -60,7 +61,7 @@ def diagnose(config: RunConfig, link: LinkReport = LinkReport(), progress_file: 
 def _diagnose_rank(config: RunConfig, world: World, device: torch.device, link: LinkReport) -> Diagnosis:
     own = look(config, world, device, link)
     try:
-        store = rendezvous(world, config.iface)
+        store = rendezvous(world, config.iface, secret=read_secret(config.secret_file))
     except (UsageError, RuntimeError) as error:
         return Diagnosis(world.launcher, [own], [*machine_findings([own], world), not_met(world, str(error))])
     facts = [Facts(**one) for one in gather_through(store, "facts", world.rank, world.size, asdict(own))]
@@ -70,7 +71,7 @@ def _diagnose_rank(config: RunConfig, world: World, device: torch.device, link: 
         return Diagnosis(world.launcher, facts, [*findings, not_measured()])
     try:
         backend = "nccl" if {one.backend for one in facts} == {"nccl"} else "gloo"
-        measured = _join_and_measure(backend, device, config.iface)
+        measured = _join_and_measure(backend, device, config)
     except RuntimeError as error:
         return Diagnosis(world.launcher, facts, [*findings, not_joined(world, error)])
     return Diagnosis(world.launcher, facts, [*findings, *wire_findings(measured, link, config.link)], measured)
@@ -128,6 +129,6 @@ def not_measured() -> Finding:
     )  # fmt: skip
 
 
-def _join_and_measure(backend: str, device: torch.device, iface: str) -> Measurements:
-    with join(backend, ANSWER_SECONDS, device, iface) as comm:
+def _join_and_measure(backend: str, device: torch.device, config: RunConfig) -> Measurements:
+    with join(backend, ANSWER_SECONDS, device, config.iface, config.secret_file) as comm:
         return measure_world(comm, device)

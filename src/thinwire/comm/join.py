@@ -15,8 +15,10 @@ import torch.distributed as dist
 from thinwire.comm.addresses import AUTO, gloo_interface
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.patience import DEFAULT_SECONDS, patience_seconds
+from thinwire.comm.peers import check_peers
 from thinwire.comm.process import ProcessComm
 from thinwire.comm.process_groups import new_group, timeout_of
+from thinwire.comm.secret import Secret, read_secret
 from thinwire.comm.store import rendezvous
 from thinwire.comm.world import World, find_world, node_key, number_nodes
 from thinwire.common.memory import keep_freed_memory
@@ -31,13 +33,14 @@ def join(
     patience: float | str | None = None,
     device: torch.device | str | None = None,
     iface: str = AUTO,
+    secret_file: Path | None = None,
 ) -> Iterator[ProcessComm]:
     """Join the world that torchrun, srun, mpirun or `thinwire train` made. Without one, be a world of one rank.
 
     Ranks wait for each other for as long as `patience`, seconds or a duration as "5m"; by default 5 minutes until all
     are here, and then 30 minutes. Ranks connect through the interface `iface` of their machine, as eth0; by default
-    through the one that leads to rank 0. A default process group that exists already is used as it is, with its own
-    timeout, and not destroyed.
+    through the one that leads to rank 0. With a secret, in a file or in the variable THINWIRE_SECRET, all ranks must
+    know it. A default process group that exists already is used as it is, with its own timeout, and not destroyed.
 
     >>> import thinwire, torch
     >>> with thinwire.join() as comm:
@@ -53,11 +56,12 @@ def join(
             yield comm
         return
     with gloo_interface(world.address, iface):
-        store = rendezvous(world, iface, seconds)
+        secret = read_secret(secret_file)
+        store = rendezvous(world, iface, seconds, secret)
         backend = backend or agree_on_backend(store, world, pick_backend(world, chosen))
         _init_process_group(world, store, backend, seconds or DEFAULT_SECONDS)
         try:
-            with closing(_world_comm(chosen)) as comm:
+            with closing(_world_comm(chosen, secret)) as comm:
                 yield comm
         finally:
             dist.destroy_process_group()
@@ -88,12 +92,13 @@ def _thread_state(stat: Path) -> str:
     return f"{name} {rest.split()[0]}"
 
 
-def _world_comm(device: torch.device) -> ProcessComm:
+def _world_comm(device: torch.device, secret: Secret | None = None) -> ProcessComm:
     group = dist.group.WORLD
     assert group is not None
     groups = (group, new_group(timeout=timeout_of(group), backend=dist.get_backend()))
+    check_peers(groups, secret)
     nodes = number_nodes([tuple(key) for key in gather_numbers(own_node_key(), group, device)])
-    return ProcessComm(groups, range(group.size()), "world", Ledger(), device, nodes)
+    return ProcessComm(groups, range(group.size()), "world", Ledger(), device, nodes, secret)
 
 
 def is_single_process() -> bool:

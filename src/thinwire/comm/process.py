@@ -15,6 +15,7 @@ from thinwire.comm import pairwise
 from thinwire.comm.background import BackgroundWork, CommThread, record_event
 from thinwire.comm.base import Comm, Op, find_own_group
 from thinwire.comm.ledger import Ledger
+from thinwire.comm.peers import check_peers
 from thinwire.comm.process_groups import (
     GroupPair,
     backend_of,
@@ -26,6 +27,7 @@ from thinwire.comm.process_groups import (
     timeout_of,
 )
 from thinwire.comm.process_work import TorchWork
+from thinwire.comm.secret import Secret
 from thinwire.comm.work import MappedWork, Work
 from thinwire.common.tensors import as_vector, from_bytes, num_bytes, to_bytes
 from thinwire.errors import RunError, UsageError
@@ -50,9 +52,10 @@ class ProcessComm(Comm):
 
     def __init__(
         self, groups: GroupPair, members: Sequence[int], link: str, ledger: Ledger, device: torch.device,
-        nodes: Sequence[int],
+        nodes: Sequence[int], secret: Secret | None = None,
     ) -> None:  # fmt: skip
         self.group, self.side_group = groups
+        self.secret = secret  # that the ranks of groups which are split off must know
         self.members = tuple(members)  # their ranks in the world
         self.nodes = tuple(nodes)
         self.rank = self.group.rank()
@@ -69,7 +72,9 @@ class ProcessComm(Comm):
     def split(self, groups: Sequence[Sequence[int]], link: str) -> ProcessComm:
         own = find_own_group(groups, self.rank, self.size)
         members, nodes = [self.members[r] for r in own], [self.nodes[r] for r in own]
-        subgroup = ProcessComm(self._split_groups(groups, own), members, link, self.ledger, self.wire_device, nodes)
+        pair = self._split_groups(groups, own)
+        check_peers(pair, self.secret)
+        subgroup = ProcessComm(pair, members, link, self.ledger, self.wire_device, nodes, self.secret)
         self._subgroups.append(subgroup)
         return subgroup
 

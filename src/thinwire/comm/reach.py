@@ -53,6 +53,8 @@ def gather_through(store: Store, name: str, rank: int, size: int, value: Any) ->
 def leave_store(store: Store, rank: int, size: int) -> None:
     """Stop using the store. Rank 0, which may hold it, waits a while for the others."""
     store.set(f"left/{rank}", "")
+    with suppress(RuntimeError):  # rank 0 has gone already
+        store.get(f"left/{rank}")  # an answer: what this rank has set is there, also if it ends now
     if rank == 0:
         with suppress(RuntimeError):  # another rank has ended
             store.wait([f"left/{one}" for one in range(size)], datetime.timedelta(seconds=LEAVE_SECONDS))

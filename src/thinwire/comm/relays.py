@@ -68,8 +68,8 @@ class Relays:
                 if events & selectors.EVENT_READ and key.fileobj in self._other:
                     self._read(key.fileobj)
         self._begin()
-        for one in list(self._other):
-            self._end(one)
+        while self._other:
+            self._end(next(iter(self._other)))
         self._selector.close()
         self._bell.close()
         self._bell_end.close()

@@ -17,6 +17,8 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from thinwire.comm.addresses import AUTO, addresses_of, interface_to, own_addresses, resolve_host
+from thinwire.comm.open_store import OpenStore, open_store, reach_store
+from thinwire.comm.secret import Secret
 from thinwire.comm.world import World
 from thinwire.common.durations import format_duration
 from thinwire.common.messages import print_line
@@ -27,20 +29,22 @@ RESOLVE_SECONDS = 60  # names of containers may be unknown for a while; one that
 WAIT_QUIETLY_SECONDS = 10  # before a rank prints that it waits for others
 JOIN_VARIABLE = "THINWIRE_JOIN"  # set for processes that join in place of others: a name for the keys of this join
 _joins = itertools.count()
-_stores: dict[World, dist.Store] = {}  # kept for the life of the process
+_stores: dict[World, OpenStore] = {}  # kept for the life of the process
 
 
-def rendezvous(world: World, iface: str = AUTO, patience: float | None = None) -> dist.Store:
+def rendezvous(
+    world: World, iface: str = AUTO, patience: float | None = None, secret: Secret | None = None
+) -> dist.Store:
     """Wait until all ranks are here, for at most so many seconds; returns the store that they share.
 
     Each join of a process has keys of its own.
 
-    If rank 0 opens the store, it listens at MASTER_ADDR, which must be an address of the interface `iface`.
+    If rank 0 opens the store, it listens at MASTER_ADDR, which must be an address of the interface `iface`. With a
+    secret, who does not know it does not reach the store.
     """
     if world.size == 1:
         return dist.HashStore()
-    if iface != AUTO and world.local_size == world.size and not os.environ.get("MASTER_ADDR"):
-        world = replace(world, address=addresses_of(iface)[0])  # all ranks are on this machine
+    world = _with_address(world, iface)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     within = os.environ.get(JOIN_VARIABLE, "world")
     where, seconds = f"{world.address}:{world.port}", patience or JOIN_SECONDS
@@ -50,7 +54,8 @@ def rendezvous(world: World, iface: str = AUTO, patience: float | None = None) -
     notice.start()
     store: dist.Store | None = None
     try:
-        store = dist.PrefixStore(f"thinwire/{attempt}/{within}/{next(_joins)}", _store_of(world, iface, seconds))
+        opened = _store_of(world, iface, seconds, secret)
+        store = dist.PrefixStore(f"thinwire/{attempt}/{within}/{next(_joins)}", opened.store)
         store.set(f"here/{world.rank}", "")
         store.wait([f"here/{rank}" for rank in range(world.size)], datetime.timedelta(seconds=seconds))
         return store
@@ -74,28 +79,43 @@ def _missing(store: dist.Store | None, world: World) -> str:
     return ""
 
 
-def _store_of(world: World, iface: str, seconds: float) -> dist.Store:
+def address_met_at(world: World, iface: str = AUTO) -> str:
+    """The address of the store at which this process has met the others."""
+    return _stores[_with_address(world, iface)].address
+
+
+def _with_address(world: World, iface: str) -> World:
+    if iface != AUTO and world.local_size == world.size and not os.environ.get("MASTER_ADDR"):
+        return replace(world, address=addresses_of(iface)[0])  # all ranks are on this machine
+    return world
+
+
+def _store_of(world: World, iface: str, seconds: float, secret: Secret | None) -> OpenStore:
     """The store that this process uses for a world; a later join uses it again, also one with another interface."""
     if world not in _stores:
-        _stores[world] = _open_store(world, iface, seconds)
+        _stores[world] = _open_store(world, iface, seconds, secret)
     return _stores[world]
 
 
-def _open_store(world: World, iface: str, seconds: float = JOIN_SECONDS) -> dist.Store:
+def _open_store(world: World, iface: str, seconds: float = JOIN_SECONDS, secret: Secret | None = None) -> OpenStore:
     """The launcher's store if it has one, else one that rank 0 opens."""
     is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    timeout = datetime.timedelta(seconds=seconds)
     if world.rank or is_hosted:
-        return dist.TCPStore(world.address, world.port, world.size, False, timeout, wait_for_workers=False)
+        return reach_store(world.size, world.address, world.port, seconds, secret)
     addresses = _on_interface(world, iface) if iface != AUTO else _resolve_master(world)
     if world.address not in (*addresses, "localhost") and _is_unreachable_for_others(world, addresses):
         raise UsageError(
             f"{_spelled(world.address, addresses)} is this machine alone, and other ranks are on other machines; "
             f"{_what_to_set()}; this one has {', '.join(own_addresses())}"
         )
+    if any(ipaddress.ip_address(address.partition("%")[0]).is_unspecified for address in addresses):
+        raise UsageError(
+            f"MASTER_ADDR={world.address} is every interface of a machine, and thinwire listens at one address only; "
+            f"{_what_to_set()}; this one has {', '.join(own_addresses())}"
+        )
     for address in addresses:
         try:
-            return _listen_at(address, world.port, world.size, timeout)
+            return open_store(world.size, address, world.port, seconds, secret)
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
@@ -123,19 +143,9 @@ def _on_interface(world: World, iface: str) -> tuple[str, ...]:
     )
 
 
-def local_store(num_ranks: int, address: str = "127.0.0.1") -> dist.TCPStore:
+def local_store(num_ranks: int) -> dist.TCPStore:
     """A store for ranks of this machine, at a free port."""
-    return _listen_at(address, 0, num_ranks, datetime.timedelta(seconds=JOIN_SECONDS))
-
-
-def _listen_at(address: str, port: int, num_ranks: int, timeout: datetime.timedelta) -> dist.TCPStore:
-    """A store that listens at one address only. A store that torch opens itself listens on every interface."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, port), family=family)
-    port = listener.getsockname()[1]
-    return dist.TCPStore(
-        address, port, num_ranks, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    return open_store(num_ranks).store
 
 
 @functools.cache

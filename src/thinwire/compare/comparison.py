@@ -33,6 +33,7 @@ CHANGEABLE = {
     "keep",
     "restarts",
     "iface",
+    "secret_file",
 }  # options, with --resume
 
 

@@ -17,27 +17,28 @@ from thinwire.compare.comparison import Comparison, WorldShape, open_comparison
 from thinwire.compare.results import Results
 from thinwire.compare.runner import Start, do_comparison
 from thinwire.errors import Stopped, ThinwireError, UsageError
-from thinwire.launch.launcher import check_interface, stopped_by_signals
+from thinwire.launch.launcher import check_machine, stopped_by_signals
 from thinwire.launch.world_ranks import LAST_SECONDS, WorldRanks
 from thinwire.run.network import LinkReport
 from thinwire.run.tables import measured_words
 
-OWN = ("data", "iface")  # options that may differ between machines
+OWN = ("data", "iface", "secret_file")  # options that may differ between machines
+MET = {"iface": AUTO, "secret_file": None}  # how ranks meet if nothing else is said
 NOT_HERE = ("ranks", "nodes", "link")  # options that are about ranks which thinwire starts itself
 
 
 def compare_in_world(specs: list[str], options: dict[str, Any], world: World) -> Results | None:
     """Do a comparison as one rank of a world. Rank 0 gets the results; the others get None, or end with its code."""
-    iface = str(options.get("iface", AUTO))
-    check_interface(iface, world)
+    iface, secret_file = str(options.get("iface", AUTO)), options.get("secret_file")
+    check_machine(iface, secret_file, world)
     with stopped_by_signals():
-        ranks = WorldRanks(world, iface)
+        ranks = WorldRanks(world, iface, secret_file)
         shared = {name: str(value) for name, value in sorted(options.items()) if name not in OWN}
         asked = ranks.gather([specs, shared])
         if world.rank == 0:
             return _lead(ranks, specs, options, asked)
         own = {name: str(options[name]) for name in OWN if options.get(name) is not None}
-        _follow(ranks, {"iface": AUTO, **own})
+        _follow(ranks, {**MET, **own})
         return None
 
 
@@ -92,11 +93,11 @@ def _check(world: World, options: dict[str, Any], asked: list[Any]) -> None:
 def _restarted(options: dict[str, Any]) -> dict[str, Any]:
     """The options; if the launcher has started the ranks again, what they have done is resumed.
 
-    The interface is not that of the comparison which is resumed: the ranks have met without knowing it.
+    Interface and secret are not those of the comparison which is resumed: the ranks have met without knowing it.
     """
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and "out" in options
     found = {**options, "resume": True} if again else options
-    return {"iface": AUTO, **found} if found.get("resume") else found
+    return {**MET, **found} if found.get("resume") else found
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.comm.addresses import AUTO, addresses_of
+from thinwire.comm.secret import read_secret
 from thinwire.comm.world import place
 from thinwire.common.files import scratch_folder
 from thinwire.config import RunConfig
@@ -99,7 +100,9 @@ def _run_agent(config: RunConfig, payload: dict[str, Any], scratch: str) -> Any:
         address = payload["hosts"][0]["address"]
     else:
         address = "127.0.0.1" if config.iface == AUTO else addresses_of(config.iface)[0]
-    rendezvous = LocalRendezvous(num_ranks, config.restarts, Path(scratch), address, on_hosts=bool(payload["hosts"]))
+    secret = read_secret(config.secret_file)
+    on_hosts = bool(payload["hosts"])
+    rendezvous = LocalRendezvous(num_ranks, config.restarts, Path(scratch), address, on_hosts, secret)
     spec = WorkerSpec(
         role="rank", local_world_size=num_ranks, rdzv_handler=rendezvous, entrypoint=rank_main,
         args=({**payload, "failures": scratch},), max_restarts=config.restarts,
@@ -117,6 +120,7 @@ def _run_agent(config: RunConfig, payload: dict[str, Any], scratch: str) -> Any:
         for rank in multiprocessing.active_children():  # if a signal came while the agent was starting ranks
             rank.kill()
             rank.join(5)
+        rendezvous.shutdown()
     if result.is_failed():
         raise first_cause(result.failures)
     return result.return_values[0]

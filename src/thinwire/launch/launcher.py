@@ -6,8 +6,10 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from thinwire.comm.addresses import AUTO, addresses_of
+from thinwire.comm.secret import read_secret
 from thinwire.comm.world import World, find_world
 from thinwire.config import RunConfig
 from thinwire.errors import Stopped, UsageError
@@ -45,7 +47,7 @@ def world_to_join(config: RunConfig) -> World | None:
 
 def check_as_rank(config: RunConfig, world: World) -> None:
     """Raise UsageError on rank 0 for settings that this world cannot have; the other ranks exit without a message."""
-    check_interface(config.iface, world)
+    check_machine(config.iface, config.secret_file, world)
     try:
         check_names(config)
         if config.ranks not in (None, world.size):
@@ -63,11 +65,12 @@ def check_as_rank(config: RunConfig, world: World) -> None:
         raise
 
 
-def check_interface(iface: str, world: World) -> None:
-    """Raise UsageError on the first rank of a machine that has no such interface. Other machines may have it."""
+def check_machine(iface: str, secret_file: Path | None, world: World) -> None:
+    """Raise UsageError on the first rank of a machine that lacks the interface or the file. Others may have them."""
     try:
         if iface != AUTO:
             addresses_of(iface)
+        read_secret(secret_file)
     except UsageError:
         if world.local_rank > 0:
             sys.exit(2)

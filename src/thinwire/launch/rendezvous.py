@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch.distributed import HashStore, Store
+from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from thinwire.comm.store import local_store
+from thinwire.comm.open_store import OpenStore, open_store
+from thinwire.comm.secret import Secret
 from thinwire.comm.world import DEFAULT_PORT
 from thinwire.common.messages import print_line
 from thinwire.errors import RunError, UsageError
@@ -22,15 +23,22 @@ class LocalRendezvous(RendezvousHandler):
     """
 
     def __init__(
-        self, num_ranks: int, restarts: int, failures: Path, address: str = "127.0.0.1", on_hosts: bool = False
+        self,
+        num_ranks: int,
+        restarts: int,
+        failures: Path,
+        address: str = "127.0.0.1",
+        on_hosts: bool = False,
+        secret: Secret | None = None,
     ) -> None:
         self.num_ranks = num_ranks
         self.address = address
         self.on_hosts = on_hosts
+        self.secret = secret
         self.restarts = restarts
         self.failures = failures  # the folder in which ranks write their failures
         self.num_starts = 0
-        self.store: Store | None = None
+        self.opened: OpenStore | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
         if self.num_starts:
@@ -41,8 +49,14 @@ class LocalRendezvous(RendezvousHandler):
                 self.address, DEFAULT_PORT + self.num_starts
             )  # no other program uses the host's ports
             return RendezvousInfo(HashStore(), 0, 1, where)
-        self.store = store = local_store(self.num_ranks, self.address)
-        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(self.address, store.port))
+        self._close()
+        self.opened = open_store(self.num_ranks, self.address, secret=self.secret)
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(self.address, self.opened.port))
+
+    def _close(self) -> None:
+        if self.opened is not None:
+            self.opened.close()
+            self.opened = None
 
     def _describe_failure(self) -> str:
         """Why the last start failed. An error that would happen again is raised."""
@@ -73,5 +87,5 @@ class LocalRendezvous(RendezvousHandler):
         return "thinwire"
 
     def shutdown(self) -> bool:
-        self.store = None
+        self._close()
         return True

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from thinwire.comm.reach import leave_store
+from thinwire.comm.secret import read_secret
 from thinwire.comm.world import World, node_key, number_nodes
 from thinwire.common.files import scratch_folder, write_text
 from thinwire.common.messages import print_line
@@ -43,13 +44,13 @@ Order = dict[str, Any]
 class WorldRanks:
     """This rank of the world, which has met the others. Rank 0 leads with `run` and `end`; the others `follow`."""
 
-    def __init__(self, world: World, iface: str) -> None:
-        from thinwire.comm.store import rendezvous
+    def __init__(self, world: World, iface: str, secret_file: Path | None = None) -> None:
+        from thinwire.comm.store import address_met_at, rendezvous
 
         self.world = world
         start_fork_server()  # which imports while ranks meet
-        self.store = cast(Any, rendezvous(world, iface))
-        self.address = str(self.store.underlying_store.host)  # of the store, as this rank reaches it
+        self.store = cast(Any, rendezvous(world, iface, secret=read_secret(secret_file)))
+        self.address = address_met_at(world, iface)  # of the store, as this rank reaches it
         self.num_orders = self.num_gathers = 0
         self.nodes = number_nodes([tuple(key) for key in self.gather(node_key(world))])
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from thinwire import netlab
 from thinwire.comm.addresses import AUTO, addresses_of
+from thinwire.comm.secret import read_secret
 from thinwire.comm.world import find_world, place
 from thinwire.common.formats import format_rate
 from thinwire.common.messages import print_line
@@ -64,6 +65,7 @@ def check_network(config: RunConfig) -> None:
     check_ranks(config.ranks or 1)
     if config.iface != AUTO:
         addresses_of(config.iface)
+    read_secret(config.secret_file)
     if config.link is not None:
         netlab.parse_link(config.link)
     if config.nodes is None and config.link is None:
@@ -127,6 +129,6 @@ def measure_link(config: RunConfig, link: LinkReport, progress_file: Path | None
     from thinwire.comm.link_probe import measure_ring
     from thinwire.run.startup import patience_of, use_device
 
-    with join(None, patience_of(config), use_device(config, find_world()), config.iface) as comm:
+    with join(None, patience_of(config), use_device(config, find_world()), config.iface, config.secret_file) as comm:
         found = measure_ring(comm, MEASURE_SECONDS)
         return list(LinkReport(False, "measured", *found) if found and len(set(comm.nodes)) > 1 else LinkReport())

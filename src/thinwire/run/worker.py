@@ -12,6 +12,7 @@ import torch
 
 from thinwire.comm.base import Comm
 from thinwire.comm.join import join
+from thinwire.comm.secret import forget_variable
 from thinwire.comm.world import find_world
 from thinwire.common.batches import num_samples_of, tensors_of
 from thinwire.common.fetching import on_device
@@ -53,7 +54,8 @@ def run_rank(config: RunConfig, link: LinkReport = LinkReport(), progress_file: 
     """
     device = use_device(config, find_world())
     backend = "gloo" if link.on_hosts else None  # nccl would not use the hosts' network
-    with join(backend, patience_of(config), device, config.iface) as comm:
+    with join(backend, patience_of(config), device, config.iface, config.secret_file) as comm:
+        forget_variable()
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and config.out is not None:
             has_begun = on_rank_0(comm, RunFolder(config.out).config.exists)
             config = config.model_copy(update={"resume": has_begun})

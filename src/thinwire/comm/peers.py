@@ -1,0 +1,69 @@
+"""Whether each connection of a group is to a rank that knows the secret.
+
+gloo's listeners take whoever connects first and sends a small number, for the rank that they wait for. So a stranger
+may be in the place of a rank. Every two ranks prove to each other, over the connection that they will use, that they
+know the secret.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from thinwire.comm.secret import NONCE_BYTES, Secret
+from thinwire.errors import RunError
+
+CHECK_SECONDS = 60.0
+
+
+def check_peers(groups: Sequence[dist.ProcessGroup], secret: Secret | None) -> None:
+    """Raise RunError if a connection of these groups is not to a rank that knows the secret. Collective, for gloo."""
+    if secret is None:
+        return
+    for group in groups:
+        if group.size() > 1 and group.name() != "nccl":
+            _check(group, secret)
+
+
+def _check(group: dist.ProcessGroup, secret: Secret) -> None:
+    own, name, ranks = group.rank(), group.group_name.encode(), range(group.size())
+    nonces = [os.urandom(NONCE_BYTES) for _ in ranks]
+    theirs = _swap(nonces, group)
+    proofs = [secret.prove("peer", name, *_numbers(own, to), nonces[to], theirs[to]) for to in ranks]
+    found = _swap(proofs, group)
+    false = [
+        peer
+        for peer in ranks
+        if not secret.accepts(found[peer], "peer", name, *_numbers(peer, own), theirs[peer], nonces[peer])
+    ]
+    if false:
+        raise RunError(
+            f"on rank {own}, the connection to rank {' and '.join(map(str, false))} is one to somebody who does not "
+            "know the secret; close the ranks' ports to strangers by a firewall, or use another network with --iface"
+        )
+
+
+def _swap(parts: list[bytes], group: dist.ProcessGroup) -> list[bytes]:
+    """Give each rank its part; returns the part of each. Every two ranks use their own connection."""
+    sent = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
+    found = torch.empty_like(sent)
+    try:
+        work = dist.all_to_all_single(found, sent, group=group, async_op=True)
+        assert work is not None
+        work.wait(datetime.timedelta(seconds=CHECK_SECONDS))
+    except RuntimeError as error:
+        raise RunError(
+            f"ranks could not prove the secret to each other within {CHECK_SECONDS:g} s: one has ended, or a stranger "
+            f"holds its connection ({str(error).splitlines()[0]}); start them again"
+        ) from error
+    size = len(parts[0])
+    whole = found.numpy().tobytes()
+    return [whole[i : i + size] for i in range(0, len(whole), size)]
+
+
+def _numbers(*ranks: int) -> list[bytes]:
+    return [rank.to_bytes(4, "big") for rank in ranks]
