@@ -51,6 +51,8 @@ MAY_USE_DISTRIBUTED = {
     "comm/pipelining",
     "comm/join",
     "comm/store",
+    "comm/open_store",
+    "comm/peers",
     "elastic/groups",
     "elastic/notes",
     "launch/agent",

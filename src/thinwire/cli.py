@@ -168,9 +168,7 @@ def doctor(
     ranks: Annotated[int | None, Parameter(help="Processes to start here. Default: those that are there.")] = None,
     nodes: Annotated[int | None, Parameter(help="Hosts to make on this machine, which share the ranks.")] = None,
     link: Annotated[str | None, Parameter(help="Rate and delay of the link of each host, as 1gbit,10ms.")] = None,
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], Parameter(help="Device to compute on; auto = GPUs if there are any.")
-    ] = "auto",
+    device: Annotated[Literal["auto", "cpu", "cuda"], Parameter(help="Device; auto = GPUs if there are any.")] = "auto",
     iface: Annotated[str, Parameter(help="Network interface to connect through; auto = the one to rank 0.")] = "auto",
     secret_file: Annotated[Path | None, Parameter(help="File with a secret that every rank must know to join.")] = None,
     out: Annotated[Path | None, Parameter(help="Folder for results, whose disk is examined.")] = None,
@@ -195,8 +193,7 @@ def doctor(
     from thinwire.advice.recommendation import with_recommendation
 
     settings = {"ranks": ranks, "nodes": nodes, "link": link, "device": device, "iface": iface, "out": out}
-    settings["secret_file"] = secret_file
-    found = doctor(make_config(settings, source="doctor"))
+    found = doctor(make_config({**settings, "secret_file": secret_file}, source="doctor"))
     if found is None:
         return
     found = with_recommendation(found, task, model, data)

@@ -1,0 +1,72 @@
+"""Processes join with a secret, or are told why not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests import programs
+from tests.comm.test_store import free_port
+
+SCRIPT = """
+import torch
+import thinwire as tw
+with tw.join() as comm:
+    torch.manual_seed(comm.rank)
+    x = torch.randn(1000)
+    for _ in range(5):
+        x = comm.mean(x) * (1 + comm.rank)
+    pair = comm.split([[0], [1, 2]], "part") if comm.size == 3 else comm
+    print(x.double().sum().item(), pair.mean(x).double().sum().item())
+"""
+SECRET, OTHER = "a secret that no other program knows", "a secret that was changed yesterday"
+
+pytestmark = pytest.mark.usefixtures("program_server")
+
+
+def join(folder: Path, secrets: Sequence[str | None], wait_for: Sequence[int]) -> list[str]:
+    """Start a rank with each secret, and wait for some of them; what those print, errors too."""
+    script = folder / "joins.py"
+    script.write_text(SCRIPT)
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port("127.0.0.1"), "WORLD_SIZE": str(len(secrets))}
+    env = {**os.environ, **world, "PYTHONPATH": str(programs.ROOT)}
+    started = [
+        subprocess.Popen(
+            [*programs.PYTHON, str(script)], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env={**env, "RANK": str(rank)} | ({"THINWIRE_SECRET": secret} if secret is not None else {}),
+        )
+        for rank, secret in enumerate(secrets)
+    ]  # fmt: skip
+    try:
+        return [started[rank].communicate(timeout=60)[0] for rank in wait_for]
+    finally:
+        for one in started:
+            one.kill()
+            one.communicate()
+
+
+def test_ranks_with_a_secret_get_what_ranks_without_one_get(tmp_path: Path) -> None:
+    with_secret = join(tmp_path, [SECRET] * 3, range(3))
+    assert with_secret == join(tmp_path, [None] * 3, range(3))
+    assert all(len(printed.split()) == 2 for printed in with_secret)
+
+
+@pytest.mark.parametrize(
+    ("secrets", "why"),
+    [
+        ((SECRET, OTHER), "refused this rank: its secret is another one; give all ranks the same"),
+        ((SECRET, None), "asks for a secret, and this rank has none; give it the file of rank 0"),
+        ((None, SECRET), "this rank has a secret, but the store at 127.0.0.1:"),
+        ((SECRET, "short"), "THINWIRE_SECRET: a secret has 16 to 4096 characters"),
+    ],
+    ids=["another", "none", "open store", "too short"],
+)
+def test_a_rank_that_may_not_join_says_why(secrets: tuple[str | None, ...], why: str, tmp_path: Path) -> None:
+    (printed,) = join(tmp_path, secrets, [1])
+    assert why in printed
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in printed) == (secrets[0] is None), "as with torchrun's store"
+    assert not any(secret in printed for secret in (SECRET, OTHER, "short;"))
