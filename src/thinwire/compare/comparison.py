@@ -133,8 +133,12 @@ class Comparison:
 
     @property
     def resume_command(self) -> str:
-        iface = f" --iface {self.config.iface}" if self.world and self.config.iface != AUTO else ""
-        return _resume_command(self.folder, self.world) + iface
+        given = {
+            "--iface": self.config.iface if self.config.iface != AUTO else None,
+            "--secret-file": self.config.secret_file,
+        }
+        again = "".join(f" {name} {value}" for name, value in given.items() if value and self.world)
+        return _resume_command(self.folder, self.world) + again
 
 
 def open_comparison(specs: list[str], options: dict[str, Any], world: WorldShape | None = None) -> Comparison:
