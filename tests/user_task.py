@@ -128,6 +128,10 @@ def _happen(fault: str) -> None:
         raise ZeroDivisionError("a fault of the user's own")
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "busy":
+        time.sleep(4)
     if fault == "listeners":
         print("LISTENING", *sorted(_listeners()), file=sys.stderr, flush=True)
         print("THREADS", torch.get_num_threads(), file=sys.stderr, flush=True)

@@ -77,7 +77,7 @@ def one_never_answers(comm: ProcessComm) -> str:
 
 def test_a_rank_that_never_answers_is_lost_after_that_time(process_world: ProcessWorlds) -> None:
     first, second = process_world.run(one_never_answers, 2)
-    assert "lost contact with another rank" in first
+    assert first.startswith("rank 1 (busy) has not reached all_reduce of training, for 4 s; patience is over")
     assert second == ""
 
 

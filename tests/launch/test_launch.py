@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -152,6 +153,39 @@ def test_kill_9_without_restart_names_the_rank_and_resume_goes_on(tmp_path: Path
     code, _, err = run_quickly("--out", str(out), "--resume")
     assert code == 0, err
     assert "resuming at step 16" in err
+    assert same_files(undisturbed, out)
+
+
+def test_a_rank_that_is_busy_for_long_is_named_and_changes_nothing(tmp_path: Path, undisturbed: Path) -> None:
+    task = noisy(fault="busy", rank=1, step=17, once=str(tmp_path / "busy"))
+    code, _, err = run_quickly(
+        "--task", task, "--ranks", "2", "--checkpoint-every", "4", "--patience", "9s", "--out", str(tmp_path / "run")
+    )
+    assert code == 0, err
+    late = (
+        r"thinwire: rank 1 \(busy: (training, step 17|reading samples)\) has not reached all_reduce of \w+, step 1[67]"
+    )
+    assert re.search(late + r", for 3 s; waiting up to 9 s\n", err), err
+    assert re.search(r"thinwire: going on after \d(\.\d)? s\n", err)
+    assert same_files(undisturbed, tmp_path / "run")
+
+
+def test_a_rank_that_stops_for_longer_than_the_patience_is_named_and_resume_goes_on(
+    tmp_path: Path, undisturbed: Path
+) -> None:
+    out = tmp_path / "run"
+    task = noisy(fault="stop", rank=1, step=17, once=str(tmp_path / "stopped"))
+    code, _, err = run_quickly(
+        "--task", task, "--ranks", "2", "--checkpoint-every", "4", "--patience", "6s", "--out", str(out)
+    )
+    assert code == 1
+    assert "for 2 s; waiting up to 6 s\n" in err
+    last = err.strip().splitlines()[-1]
+    assert re.search(r"rank 1 \(no sign of life for [\d.]+ s.*\) has not reached .*, for 6 s; patience is over", last)
+    assert err.count("patience is over") == 1
+    code, _, err = run_quickly("--out", str(out), "--resume", "--patience", "1h")
+    assert code == 0, err
+    assert "waiting" not in err
     assert same_files(undisturbed, out)
 
 

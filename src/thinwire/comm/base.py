@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, TypeVar
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from thinwire.comm.background import BackgroundWork
 from thinwire.comm.ledger import Ledger, Total
+from thinwire.comm.whereabouts import Operation
 from thinwire.comm.wire_bytes import Sent, all_gather_sends, all_reduce_sends, broadcast_sends
 from thinwire.comm.work import BookedWork, MappedWork, Work, add_to_timeline
 from thinwire.common.dtypes import as_reals, is_averaged
@@ -120,8 +122,9 @@ class Comm(ABC):
         """Start to send and return at once. The tensor may change afterwards: its present values are sent."""
         given = self._stage(tensor)
         return BookedWork(
-            self, "send", num_bytes(tensor), {to: num_bytes(tensor)}, lambda: self._isend(given, to, tensor.device)
-        )
+            self, "send", num_bytes(tensor), {to: num_bytes(tensor)},
+            lambda: self._isend(given, to, tensor.device), peer=to,
+        )  # fmt: skip
 
     def recv(self, like: Tensor, source: int) -> Tensor:
         """Receive the next tensor that `source` sends; its shape and dtype must be those of `like`."""
@@ -129,7 +132,7 @@ class Comm(ABC):
 
     def irecv(self, like: Tensor, source: int) -> Work:
         """Start to receive the next tensor that `source` sends, and return at once."""
-        return BookedWork(self, "recv", num_bytes(like), {}, lambda: self._irecv(like, source))
+        return BookedWork(self, "recv", num_bytes(like), {}, lambda: self._irecv(like, source), peer=source)
 
     def barrier(self) -> None:
         """Return once every rank has called this."""
@@ -158,6 +161,17 @@ class Comm(ABC):
         background: BackgroundWork[T] = BackgroundWork(self.ledger)
         background.run(work)
         return background
+
+    def note(self, doing: str) -> None:  # noqa: B027
+        """Tell other ranks what this one does from now on, which they show if it is late."""
+
+    def begin(self, op: str, peer: int | None = None) -> Operation | None:
+        """This rank begins an operation, or with `peer` a message to or from one rank."""
+        return None
+
+    def inside(self, begun: Operation | None) -> AbstractContextManager[None]:
+        """Inside, this thread is in an operation that it has begun, and may wait for other ranks."""
+        return nullcontext()
 
     def be_patient(self, seconds: float) -> None:  # noqa: B027
         """Wait for other ranks at least so long from now on, also in groups that are split off later."""
@@ -213,9 +227,7 @@ class Comm(ABC):
         payload = num_bytes(tensor)
         sent = all_reduce_sends(payload, self.size, self.rank)
         given = self._stage(tensor)
-        return self._booked(
-            "all_reduce", payload, sent, lambda: self._start_reduce(given, op, tensor.device).wait()
-        )  # fmt: skip
+        return self._booked("all_reduce", payload, sent, lambda: self._start_reduce(given, op, tensor.device).wait())
 
     def _booked(self, op: str, payload: int, sent: Sent, run: Callable[[], T]) -> T:
         """Run an operation to its end and enter it in ledger and timeline."""
@@ -223,7 +235,8 @@ class Comm(ABC):
         total = self.book(op, payload, sent)
         self.ledger.start_clock(total, begin)
         try:
-            return run()
+            with self.inside(self.begin(op)):
+                return run()
         finally:
             end = time.perf_counter()
             self.ledger.stop_clock(total, end)

@@ -20,6 +20,7 @@ from thinwire.comm.process import ProcessComm
 from thinwire.comm.process_groups import new_group, timeout_of
 from thinwire.comm.secret import Secret, read_secret
 from thinwire.comm.store import rendezvous
+from thinwire.comm.watch import start_watch
 from thinwire.comm.world import World, find_world, node_key, number_nodes
 from thinwire.common.memory import keep_freed_memory
 from thinwire.errors import RunError, UsageError
@@ -52,7 +53,7 @@ def join(
     world = find_world() or WORLD_OF_ONE
     chosen = pick_device(world) if device is None else torch.device(device)
     if dist.is_initialized():
-        with closing(_world_comm(chosen)) as comm:
+        with closing(_world_comm(chosen, _keys_in_store_of(default_group()))) as comm:
             yield comm
         return
     with gloo_interface(world.address, iface):
@@ -61,7 +62,7 @@ def join(
         backend = backend or agree_on_backend(store, world, pick_backend(world, chosen))
         _init_process_group(world, store, backend, seconds or DEFAULT_SECONDS)
         try:
-            with closing(_world_comm(chosen, secret)) as comm:
+            with closing(_world_comm(chosen, dist.PrefixStore("watch", store), secret)) as comm:
                 yield comm
         finally:
             dist.destroy_process_group()
@@ -92,13 +93,20 @@ def _thread_state(stat: Path) -> str:
     return f"{name} {rest.split()[0]}"
 
 
-def _world_comm(device: torch.device, secret: Secret | None = None) -> ProcessComm:
+def _keys_in_store_of(group: dist.ProcessGroup) -> dist.Store:
+    """Keys in the store of a group that exists, for one join of all its ranks."""
+    store = group.get_group_store()
+    return dist.PrefixStore(f"thinwire/watch/{store.add(f'thinwire/watches/{group.rank()}', 1)}", store)
+
+
+def _world_comm(device: torch.device, store: dist.Store, secret: Secret | None = None) -> ProcessComm:
     group = dist.group.WORLD
     assert group is not None
     groups = (group, new_group(timeout=timeout_of(group), backend=dist.get_backend()))
     check_peers(groups, secret)
+    watch = start_watch(store, group.rank(), range(group.size()), timeout_of(group))
     nodes = number_nodes([tuple(key) for key in gather_numbers(own_node_key(), group, device)])
-    return ProcessComm(groups, range(group.size()), "world", Ledger(), device, nodes, secret)
+    return ProcessComm(groups, range(group.size()), "world", Ledger(), device, nodes, secret, watch)
 
 
 def is_single_process() -> bool:

@@ -52,11 +52,8 @@ class Pipe:
         losses: list[Tensor] = []
         stage.passes.clear()
         begin = time.perf_counter()
-        try:
-            with peer_errors():
-                schedule.step(*own_inputs, target=own_targets, losses=losses, return_outputs=False)
-        except RuntimeError as error:
-            raise error.__cause__ if isinstance(error.__cause__, RunError) else error from None  # torch has wrapped it
+        with self.comm.inside(self.comm.begin("pipeline")):
+            _run(lambda: schedule.step(*own_inputs, target=own_targets, losses=losses, return_outputs=False))
         self._add_waiting(begin, stage.passes)
         return (
             torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=inputs.device)
@@ -93,6 +90,14 @@ class Pipe:
             timeline.add_operation("pipeline", begin, pass_begin, 0)
             timeline.add_waiting(begin, pass_begin)
             begin = pass_end
+
+
+def _run(step: Callable[[], Any]) -> None:
+    try:
+        with peer_errors():
+            step()
+    except RuntimeError as error:
+        raise error.__cause__ if isinstance(error.__cause__, RunError) else error from None  # torch has wrapped it
 
 
 class _TimedStage(PipelineStage):

@@ -20,7 +20,6 @@ from thinwire.comm.process_groups import (
     GroupPair,
     backend_of,
     destroy,
-    lengthen_timeout,
     members_group_pair,
     new_group_pair,
     peer_errors,
@@ -28,6 +27,8 @@ from thinwire.comm.process_groups import (
 )
 from thinwire.comm.process_work import TorchWork
 from thinwire.comm.secret import Secret
+from thinwire.comm.watch import Watch
+from thinwire.comm.watched import WatchedComm
 from thinwire.comm.work import MappedWork, Work
 from thinwire.common.tensors import as_vector, from_bytes, num_bytes, to_bytes
 from thinwire.errors import RunError, UsageError
@@ -41,7 +42,7 @@ GLOO_REDUCES = {
 }  # fmt: skip
 
 
-class ProcessComm(Comm):
+class ProcessComm(WatchedComm):
     """A torch process group that books what it sends. Get one from `thinwire.join()`.
 
     `side_group` has the same ranks. It is the second lane, or is for DDP, if that sends messages of its own while the
@@ -52,7 +53,7 @@ class ProcessComm(Comm):
 
     def __init__(
         self, groups: GroupPair, members: Sequence[int], link: str, ledger: Ledger, device: torch.device,
-        nodes: Sequence[int], secret: Secret | None = None,
+        nodes: Sequence[int], secret: Secret | None = None, watch: Watch | None = None, name: str = "world",
     ) -> None:  # fmt: skip
         self.group, self.side_group = groups
         self.secret = secret  # that the ranks of groups which are split off must know
@@ -64,6 +65,7 @@ class ProcessComm(Comm):
         self.backend = backend_of(self.group)
         self.ledger = ledger
         self.wire_device = torch.device("cpu") if self.backend == "gloo" else device
+        self.watch, self.name = watch, name  # the name is the same on all ranks of the group, and differs from others
         self.thread = CommThread(f"thinwire-{link}", ledger)
         self._subgroups: list[ProcessComm] = []
         self._num_splits = 0
@@ -74,7 +76,9 @@ class ProcessComm(Comm):
         members, nodes = [self.members[r] for r in own], [self.nodes[r] for r in own]
         pair = self._split_groups(groups, own)
         check_peers(pair, self.secret)
-        subgroup = ProcessComm(pair, members, link, self.ledger, self.wire_device, nodes, self.secret)
+        name = f"{self.name}/{self._num_splits}"
+        about = self.ledger, self.wire_device, nodes, self.secret, self.watch, name
+        subgroup = ProcessComm(pair, members, link, *about)
         self._subgroups.append(subgroup)
         return subgroup
 
@@ -98,12 +102,18 @@ class ProcessComm(Comm):
             return [self]
         if self._second_lane is None:
             groups = self.side_group, self.group
-            self._second_lane = ProcessComm(groups, self.members, self.link, self.ledger, self.wire_device, self.nodes)
+            self._second_lane = ProcessComm(
+                groups,
+                self.members,
+                self.link,
+                self.ledger,
+                self.wire_device,
+                self.nodes,
+                None,
+                self.watch,
+                f"{self.name}+",
+            )
         return [self, self._second_lane]
-
-    def be_patient(self, seconds: float) -> None:
-        for group in (self.group, self.side_group):
-            lengthen_timeout(group, seconds)
 
     @property
     def closed(self) -> bool:
@@ -124,6 +134,8 @@ class ProcessComm(Comm):
         if self.closed:
             return
         atexit.unregister(self.close)
+        if self.watch is not None and "/" not in self.name:  # else it is the watch of a larger group
+            self.watch.close()
         self.thread.close()
         if self._second_lane is not None:
             self._second_lane.thread.close()

@@ -105,14 +105,18 @@ def wait_for_message(work: Any, group: dist.ProcessGroup) -> None:
 
 @contextmanager
 def peer_errors() -> Iterator[None]:
-    """Turn torch's connection errors into PeerLost, after a few seconds in which the launcher sees the first cause."""
+    """Turn torch's connection errors into PeerLost."""
     try:
         yield
     except RuntimeError as error:
         if not any(sign in str(error) for sign in ("onnection", "peer", "imed out", "gloo")):
             raise
-        time.sleep(PEER_GRACE_SECONDS)
         raise PeerLost(f"lost contact with another rank ({str(error).splitlines()[0]})") from error
+
+
+def give_grace() -> None:
+    """Wait for a few seconds after another rank was lost, in which the launcher sees the first cause."""
+    time.sleep(PEER_GRACE_SECONDS)
 
 
 @contextmanager

@@ -56,6 +56,11 @@ class Timeline:
             self._computing_thread = None
             self._keep(Span("step", "", begin, time.perf_counter(), number))
 
+    @property
+    def step_number(self) -> int:
+        """The step that is under way, or was the last one; 0 before the first."""
+        return self._step
+
     def add_waiting(self, begin: float, end: float) -> None:
         """The current thread waited. It counts only if it is the computing thread, inside a step."""
         if self._computing_thread == threading.get_ident():

@@ -14,6 +14,7 @@ from thinwire.comm.join import default_group, gather_numbers, own_node_key
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.process import ProcessComm
 from thinwire.comm.process_groups import members_group_pair, timeout_of
+from thinwire.comm.watch import start_watch
 from thinwire.comm.world import number_nodes
 from thinwire.errors import UsageError
 
@@ -70,10 +71,12 @@ def comm_like(group: dist.ProcessGroup, device: torch.device, replica: dist.Proc
     ranks = [rank for rank, *_ in rows]
     on_gpu = device.type == "cuda" and "nccl" in str(dist.get_backend_config(group))
     store, place = default_group().get_group_store(), (ranks.index(dist.get_rank()), len(ranks))
-    pair = members_group_pair(store, f"thinwire/{rows[0][1]}", place, "nccl" if on_gpu else "gloo", timeout_of(group))
+    name, timeout = f"thinwire/{rows[0][1]}", timeout_of(group)
+    watch = start_watch(dist.PrefixStore(f"{name}/watch", store), dist.get_rank(), ranks, timeout)
+    pair = members_group_pair(store, name, place, "nccl" if on_gpu else "gloo", timeout)
     link = "world" if len(ranks) == dist.get_world_size() else "group"
     nodes = number_nodes([tuple(key) for _, _, *key in rows])
-    comm = ProcessComm(pair, ranks, link, Ledger(), device, nodes)
+    comm = ProcessComm(pair, ranks, link, Ledger(), device, nodes, watch=watch)
     atexit.register(comm.close)
     return comm
 

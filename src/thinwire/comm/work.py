@@ -24,10 +24,14 @@ class Work(Protocol):
 class BookedWork:
     """Books the bytes of an operation when it starts, and its time when it is waited for. Waits for it only once."""
 
-    def __init__(self, comm: Comm, op: str, payload: int, sent: Sent, start: Callable[[], Work]) -> None:
+    def __init__(
+        self, comm: Comm, op: str, payload: int, sent: Sent, start: Callable[[], Work], peer: int | None = None
+    ) -> None:
         self.comm, self.op, self.sent = comm, op, sent
         self.begin = time.perf_counter()
-        self.work = start()
+        self.begun = comm.begin(op, peer)
+        with comm.inside(self.begun):
+            self.work = start()
         self.total = comm.book(op, payload, sent)
         comm.ledger.start_clock(self.total, self.begin)
         self.result: Tensor | None = None
@@ -35,7 +39,8 @@ class BookedWork:
     def wait(self) -> Tensor:
         if self.result is None:
             waiting_since = time.perf_counter()
-            self.result = self.work.wait()
+            with self.comm.inside(self.begun):
+                self.result = self.work.wait()
             end = time.perf_counter()
             self.comm.ledger.stop_clock(self.total, end)
             add_to_timeline(self.comm, self.op, self.sent, self.begin, waiting_since, end)

@@ -32,7 +32,7 @@ def compare_in_world(specs: list[str], options: dict[str, Any], world: World) ->
     iface, secret_file = str(options.get("iface", AUTO)), options.get("secret_file")
     check_machine(iface, secret_file, world)
     with stopped_by_signals():
-        ranks = WorldRanks(world, iface, secret_file)
+        ranks = WorldRanks(world, iface, secret_file, options.get("patience"))
         shared = {name: str(value) for name, value in sorted(options.items()) if name not in OWN}
         asked = ranks.gather([specs, shared])
         if world.rank == 0:

@@ -27,6 +27,7 @@ from thinwire.netlab import Host, Lab
 from thinwire.run.network import LinkReport, check_link
 from thinwire.run.records import RunFolder
 
+WAKE_SECONDS = 1.0  # between two looks for failed ranks
 AGENT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # the agent replaces their handlers
 
 
@@ -110,11 +111,14 @@ def _run_agent(config: RunConfig, payload: dict[str, Any], scratch: str) -> Any:
     logs = DefaultLogsSpecs(log_dir=scratch, redirects=Std.ALL if payload["progress_file"] else Std.NONE)
     agent = LocalElasticAgent(spec, logs, start_method="forkserver", exit_barrier_timeout=10)
     handlers = {number: signal.getsignal(number) for number in AGENT_SIGNALS}
+    has_ended = threading.Event()
+    threading.Thread(target=_wake_stopped, args=(agent, Path(scratch), has_ended), daemon=True).start()
     try:
         result = agent.run()
     except SignalException as stopped:
         raise Stopped(f"stopped by {stopped.sigval.name}; {how_to_go_on(config.out)}") from None
     finally:
+        has_ended.set()
         for number, handler in handlers.items():
             signal.signal(number, handler)
         for rank in multiprocessing.active_children():  # if a signal came while the agent was starting ranks
@@ -124,6 +128,16 @@ def _run_agent(config: RunConfig, payload: dict[str, Any], scratch: str) -> Any:
     if result.is_failed():
         raise first_cause(result.failures)
     return result.return_values[0]
+
+
+def _wake_stopped(agent: Any, failures: Path, has_ended: threading.Event) -> None:
+    """Once a rank has failed, wake those that are stopped: torch tells them to end, and waits 30 s for each that does
+    not hear it."""
+    while not has_ended.wait(WAKE_SECONDS):
+        if agent._pcontext is not None and any(failures.glob("*.json")):
+            for pid in agent._pcontext.pids().values():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
 
 
 def how_to_go_on(out: Path | None) -> str:

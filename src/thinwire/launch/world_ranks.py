@@ -20,9 +20,11 @@ from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 from typing import Any, cast
 
+from thinwire.comm.patience import patience_seconds
 from thinwire.comm.reach import leave_store
 from thinwire.comm.secret import read_secret
 from thinwire.comm.world import World, node_key, number_nodes
+from thinwire.common.durations import format_duration
 from thinwire.common.files import scratch_folder, write_text
 from thinwire.common.messages import print_line
 from thinwire.config import RunConfig
@@ -32,7 +34,7 @@ from thinwire.run.network import LinkReport, measure_link
 from thinwire.run.records import RunFolder
 
 POLL_SECONDS = 1.0  # between two questions to the store
-ANSWER_SECONDS = 60.0  # a rank that has nothing to do answers within this time, or is lost
+ANSWER_SECONDS = 60.0  # unless a patience is given: a rank whose process works says so every second
 LAST_SECONDS = 3.0  # that others wait after rank 0 has ended with an error, so that the launcher sees it first
 PROGRAMS: dict[str, Callable[[RunConfig, LinkReport, Path | None], Any]] = {
     "train": train,
@@ -44,12 +46,14 @@ Order = dict[str, Any]
 class WorldRanks:
     """This rank of the world, which has met the others. Rank 0 leads with `run` and `end`; the others `follow`."""
 
-    def __init__(self, world: World, iface: str, secret_file: Path | None = None) -> None:
+    def __init__(self, world: World, iface: str, secret_file: Path | None = None, patience: str | None = None) -> None:
         from thinwire.comm.store import address_met_at, rendezvous
 
         self.world = world
         start_fork_server()  # which imports while ranks meet
-        self.store = cast(Any, rendezvous(world, iface, secret=read_secret(secret_file)))
+        seconds = None if patience is None else patience_seconds(patience)
+        self.patience = seconds or ANSWER_SECONDS
+        self.store = cast(Any, rendezvous(world, iface, seconds, read_secret(secret_file)))
         self.address = address_met_at(world, iface)  # of the store, as this rank reaches it
         self.num_orders = self.num_gathers = 0
         self.nodes = number_nodes([tuple(key) for key in self.gather(node_key(world))])
@@ -66,15 +70,17 @@ class WorldRanks:
     def _read(self, key: str, rank: int | None = None) -> Any:
         """The JSON value of a key, once there is one. Signals interrupt it, which torch's own waiting would put off.
 
-        With `rank`, that rank sets it, and is lost if it shows no sign of life for `ANSWER_SECONDS`.
+        With `rank`, that rank sets it, and is lost if it shows no sign of life for longer than the patience.
         """
         seen, since, pause = 0, time.monotonic(), 0.01
         while not self._has(key):
             self._check_all_here()
             if rank is not None and (signs := self._signs_of_life(rank)) != seen:
                 seen, since = signs, time.monotonic()
-            if rank is not None and time.monotonic() > since + ANSWER_SECONDS:
-                raise WorldLost(f"rank {rank} has not answered for {ANSWER_SECONDS:.0f} s")
+            if rank is not None and time.monotonic() > since + self.patience:
+                raise WorldLost(
+                    f"rank {rank} has not answered for {format_duration(self.patience)}; if it may, give --patience"
+                )
             time.sleep(pause)
             pause = min(POLL_SECONDS, 1.5 * pause)
         return json.loads(self.store.get(key))

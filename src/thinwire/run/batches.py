@@ -35,8 +35,11 @@ def epoch_batches(loader: Loader, at: Position, length: Length, comm: Comm) -> I
             read = _agreed(batches, at.batch, comm)
         else:
             read = ((batch, number == len(loader)) for number, batch in enumerate(batches, at.batch + 1))
+        comm.note("reading samples")
         for step, (batch, is_last) in enumerate(islice(read, length.num_steps - at.step), at.step + 1):
+            comm.note(f"training, step {step}")
             yield Next(batch, "complete" if is_last else "cut" if step == length.num_steps else "no")
+            comm.note("reading samples")
 
 
 def _agreed(batches: Iterator[Any], start: int, comm: Comm) -> Iterator[tuple[Any, bool]]:

@@ -52,6 +52,7 @@ class Checkpoints:
 
     def save(self, step: int, make_state: Callable[[], Tree]) -> None:
         """Write a checkpoint, and delete all but the last few. Collective."""
+        self.comm.note("saving a checkpoint")
         with self.comm.ledger.purpose("checkpoint"):
             self.comm.barrier()  # from here on every rank has every earlier checkpoint
         for old in [s for s in self._steps() if s < step][: 1 - self.keep]:

@@ -179,6 +179,7 @@ class Recorder:
 
     def _test(self) -> dict[str, float]:
         """The results of the model as it is now. Training goes on as if there had been no test."""
+        self.comm.note("testing")
         before = random_state()
         with self.comm.ledger.purpose("eval"), quiet():  # else some would say in mid-epoch that no epoch has ended
             model = self.strategy.eval_model()
