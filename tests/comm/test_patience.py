@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from tests.worlds import ProcessWorlds, no_grace
 from thinwire.comm.patience import DEFAULT_SECONDS, default_patience
 from thinwire.comm.process import ProcessComm
 from thinwire.comm.user_groups import comm_like
+from thinwire.config import MAY_CHANGE, CompareConfig, RunConfig
 from thinwire.errors import PeerLost
+from thinwire.run.startup import patience_of, suit_patience
 
 
 def seconds(groups: Sequence[dist.ProcessGroup]) -> list[float]:
@@ -116,3 +119,21 @@ def more_patient(comm: ProcessComm) -> list[list[float]]:
 
 def test_a_world_may_become_more_patient(process_world: ProcessWorlds) -> None:
     assert process_world.run(more_patient, 2) == [[[70, 70], [70, 70]]] * 2
+
+
+def test_a_run_is_as_patient_as_its_model_and_its_link_need() -> None:
+    model = nn.BatchNorm1d(100)  # 4 · 100 numbers and a count: 1608 bytes
+    for config, rate, expected in (
+        (RunConfig(), None, 1800), (RunConfig(), 1e-6, 1800 + 4 * 1608 * 8), (RunConfig(patience="5m"), 1e-6, 300),
+        (RunConfig(strategy="alone"), 1e-6, 604_800),
+    ):  # fmt: skip
+        with tw.join(patience=patience_of(config)) as comm:
+            suit_patience(config, comm, model, rate)
+            assert seconds([comm.group, comm.side_group]) == [expected] * 2
+
+
+def test_the_runs_of_a_comparison_have_its_patience() -> None:
+    assert CompareConfig(patience="5m").run("daso", 1, Path("out"), resume=False).patience == "5m"
+    assert "patience" in MAY_CHANGE
+    with pytest.raises(ValueError, match=r"'5' is no duration: give a number with a unit, as 90s, 5m, 2h or 1h30m"):
+        RunConfig(patience="5")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -152,3 +153,16 @@ def test_errors_are_logged_as_errors(kept: Kept) -> None:
     say("it failed", level=logging.ERROR)
     logger.setLevel(logging.INFO)
     assert kept.messages == ["it failed"]
+
+
+def test_a_line_takes_the_place_of_the_bar_of_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    master, slave = os.openpty()
+    with os.fdopen(slave, "w") as terminal, os.fdopen(os.dup(slave), "w") as own, os.fdopen(master, "rb", 0) as screen:
+        monkeypatch.setattr(sys, "__stderr__", terminal)
+        for stderr in (own, terminal):  # a process with a bar of its own has replaced sys.stderr
+            monkeypatch.setattr(sys, "stderr", stderr)
+            print_line("rank 2 is late")
+        shown, expected = b"", b"rank 2 is late\r\n\r\x1b[2Krank 2 is late\r\n"
+        while len(shown) < len(expected):
+            shown += screen.read(100)
+    assert shown == expected
