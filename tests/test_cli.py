@@ -86,7 +86,7 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *a
         (["train", "--model", "mine:net"], "a model of your own is part of such a task: Task(…, model=make)"),
         (
             ["teach"],
-            'Unknown command "teach". Available commands: train, compare, plan, report, doctor, lab, list. See',
+            'Unknown command "teach". Available commands: train, compare, plan, report, replay, doctor, lab, list. See',
         ),
         (["list", "colours"], 'Choose from: "strategies", "reducers",'),
         (["list", "--jsn"], "Did you mean --json? See thinwire list --help"),

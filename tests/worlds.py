@@ -10,8 +10,8 @@ import pickle
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from multiprocessing import forkserver
 from types import SimpleNamespace
@@ -21,8 +21,9 @@ import pytest
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import thinwire as tw
-from thinwire.comm import process_groups, user_groups
+from thinwire.comm import user_groups
 from thinwire.comm.ledger import Ledger
+from thinwire.comm.process_groups import without_grace
 from thinwire.comm.store import local_store
 
 REPLY_SECONDS = 100
@@ -41,14 +42,7 @@ def on_threads(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any
     return tw.simulate(lambda comm: function(comm, *args), ranks=ranks)
 
 
-@contextmanager
-def no_grace() -> Iterator[None]:
-    """Inside, a rank that lost another says so at once; else it gives the launcher time to see the first cause."""
-    before, process_groups.PEER_GRACE_SECONDS = process_groups.PEER_GRACE_SECONDS, 0.0
-    try:
-        yield
-    finally:
-        process_groups.PEER_GRACE_SECONDS = before
+no_grace = without_grace
 
 
 class ProcessWorlds:

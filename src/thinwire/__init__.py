@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from thinwire.comm.threads import simulate as simulate
     from thinwire.data import Shard as Shard
     from thinwire.data import loader as loader
+    from thinwire.elastic.job import Job as Job
+    from thinwire.elastic.train import train_elastic as train_elastic
     from thinwire.errors import RunError as RunError
     from thinwire.errors import UsageError as UsageError
     from thinwire.exchange.attach import attach as attach
@@ -27,6 +29,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "Axis": "thinwire.surgery.axes.axis",
     "Comm": "thinwire.comm.base",
+    "Job": "thinwire.elastic.job",
     "RunError": "thinwire.errors",
     "Shard": "thinwire.data",
     "Strategy": "thinwire.strategies.base",
@@ -39,6 +42,7 @@ _MODULES = {
     "prepare": "thinwire.strategies.prepare",
     "rounds": "thinwire.strategies.own_loop",
     "simulate": "thinwire.comm.threads",
+    "train_elastic": "thinwire.elastic.train",
 }
 __all__ = [*_MODULES]
 

@@ -71,6 +71,7 @@ def train(
     thinwire train --task cifar10 --data DIR --ranks 2 --autocast
     thinwire train --out runs/digits-data_parallel-1 --resume
     thinwire train --out runs/job --task digits --steps 2000 --resume=auto     # one command for a job that is requeued
+    thinwire train --strategy diloco --elastic 10.0.0.1:29400     # one rank of a run whose ranks may come and go
     ```
     """
     from thinwire.launch.launcher import launch
@@ -160,6 +161,20 @@ def report(
     from thinwire.compare.several import report_several
 
     print_results(report_several(folders, out))
+
+
+@app.command(sort_key=3)
+def replay(folder: Annotated[Path, Parameter(help="Folder that thinwire train --elastic wrote.")], /) -> None:
+    """Run an elastic run again with the same ranks in every round, on this machine, and compare the two bit for bit.
+
+    ```
+    thinwire replay runs/digits-diloco-1
+    ```
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from thinwire.launch.replay import replay
+
+    print(replay(folder))
 
 
 @app.command(sort_key=4)

@@ -176,6 +176,15 @@ class RunConfig(BaseModel):
             "Default: the variable THINWIRE_SECRET, or none.",
         ),
     ] = None
+    elastic: Annotated[
+        str | None,
+        option(
+            WHERE,
+            "Be one rank of a run whose ranks may come and go, at HOST:PORT, an address of one of the machines. With "
+            "local_sgd and diloco.",
+        ),
+    ] = None
+    min_ranks: Annotated[PositiveInt, option(WHERE, "With --elastic: the run begins once so many ranks are here.")] = 1
     out: Annotated[Path | None, option(WHERE, "Folder for the results. Default: a new one in runs/.")] = None
     track: Annotated[
         Literal["tensorboard", "wandb", "mlflow", "trackio"] | None,
@@ -230,6 +239,8 @@ class CompareConfig(RunConfig):
     """The settings that all runs of a comparison share. `seed` is the seed of the first run of each strategy."""
 
     strategy: Annotated[str, Parameter(parse=False, show=False)] = ""
+    elastic: Annotated[None, Parameter(parse=False, show=False)] = None
+    min_ranks: Annotated[Literal[1], Parameter(parse=False, show=False)] = 1
     resume: Annotated[
         bool | Literal["auto"],
         option(
@@ -298,8 +309,7 @@ class PlanConfig(BaseModel):
 # Settings that may change when a run is resumed. All others decide its numbers.
 MAY_CHANGE = {
     "epochs", "steps", "minutes", "test_every", "log_every", "num_workers", "strict", "data", "out", "track", "resume",
-    "checkpoint_every", "keep", "restarts", "device", "iface", "patience",
-    "secret_file",
+    "checkpoint_every", "keep", "restarts", "device", "iface", "patience", "secret_file", "elastic", "min_ranks",
 }  # fmt: skip
 LENGTHS = ("epochs", "steps")  # of which a run has one
 

@@ -21,7 +21,8 @@ from thinwire import registry
 from thinwire.comm.store import local_store
 from thinwire.elastic.hearts import Watch
 from thinwire.elastic.job import Trainee
-from thinwire.elastic.membership import LeftBehind, Meeting
+from thinwire.elastic.meeting import Meeting
+from thinwire.elastic.membership import LeftBehind
 from thinwire.elastic.notes import Notes, StoreLost, client
 from thinwire.elastic.replay import replay
 from thinwire.errors import PeerLost, RunError, UsageError

@@ -66,10 +66,10 @@ def join(
                 yield comm
         finally:
             dist.destroy_process_group()
-            _wait_for_gloo_threads()
+            wait_for_gloo_threads()
 
 
-def _wait_for_gloo_threads() -> None:
+def wait_for_gloo_threads() -> None:
     """Wait until gloo's threads are idle, for at most a second.
 
     A gloo thread marks an operation as done before it frees the tensors. If the interpreter ends in between, the

@@ -120,6 +120,17 @@ def give_grace() -> None:
 
 
 @contextmanager
+def without_grace() -> Iterator[None]:
+    """Inside, a rank that lost another says so at once: no launcher waits to see the first cause."""
+    global PEER_GRACE_SECONDS
+    before, PEER_GRACE_SECONDS = PEER_GRACE_SECONDS, 0.0
+    try:
+        yield
+    finally:
+        PEER_GRACE_SECONDS = before
+
+
+@contextmanager
 def own_group() -> Iterator[dist.ProcessGroup]:
     """A process group of this process alone."""
     if dist.is_initialized():

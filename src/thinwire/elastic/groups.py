@@ -18,6 +18,7 @@ from thinwire.comm.process_groups import members_group_pair
 from thinwire.comm.world import number_nodes
 from thinwire.elastic.notes import Notes
 
+CLOSE_SECONDS = 3.0
 OPERATION_SECONDS = 1800.0  # one operation of a living group; a lost member is found by its heart long before
 
 
@@ -58,10 +59,21 @@ def connect(
     return ProcessComm(pair, range(len(hosts)), "world", ledger, device, number_nodes(hosts))
 
 
+_closing: list[threading.Thread] = []
+
+
 def let_go(comm: ProcessComm | None) -> None:
     """Close a group, without waiting for operations that a lost member holds up."""
     if comm is not None:
-        threading.Thread(target=comm.close, name="thinwire-closing", daemon=True).start()
+        thread = threading.Thread(target=comm.close, name="thinwire-closing", daemon=True)
+        _closing.append(thread)
+        thread.start()
+
+
+def wait_for_closing() -> None:
+    """Wait a moment for groups that are being closed: gloo's threads must end before the interpreter does."""
+    while _closing:
+        _closing.pop().join(CLOSE_SECONDS)
 
 
 def share_json(comm: Comm, root: int, value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from thinwire.elastic.notes import Notes, StoreLost
 
@@ -37,17 +38,23 @@ class Heart:
         self._notes, self._key, self._seconds = notes, f"alive/{member}", seconds
         self._stopped = threading.Event()
         notes.count(self._key, 1)
+        notes.count("hearts", 1)  # for whoever holds the store
         self._thread = threading.Thread(target=self._beat, name=f"thinwire-heart-{member}", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """End the thread."""
+        if self._stopped.is_set():
+            return
         self._stopped.set()
         self._thread.join(5)
+        with suppress(StoreLost):
+            self._notes.count("hearts", -1)
 
     def _beat(self) -> None:
         while not self._stopped.wait(self._seconds):
             try:
                 self._notes.count(self._key, 1)
+                self._notes.count("beats", 1)
             except StoreLost:
                 return  # the main thread finds out, too

@@ -12,7 +12,8 @@ from thinwire.comm.process import ProcessComm
 from thinwire.data import derive_seed
 from thinwire.elastic.groups import Task, connect, let_go, share_json
 from thinwire.elastic.job import Trainee
-from thinwire.elastic.membership import LeftBehind, Meeting, Membership, Standing
+from thinwire.elastic.meeting import Meeting, Standing
+from thinwire.elastic.membership import LeftBehind, Membership
 from thinwire.elastic.notes import Notes, StoreLost
 from thinwire.elastic.record import Record, Row
 from thinwire.elastic.shares import Position, Shares, share_out, weights
@@ -83,8 +84,9 @@ class Member:
                         f"the others went on without rank {self.id} ({meeting.lost.get(str(self.id), 'it was silent')})"
                     )
                 meeting = self.attempt(meeting)
-            if not meeting.committed or not self.is_finished:
-                raise RunError("all ranks that had the state of this run have left")
+            if not self.is_finished:
+                what = "the run was finished without it" if meeting.committed else "all that had its state have left"
+                raise RunError(f"rank {self.id} cannot go on: {what}")
         except (StoreLost, LeftBehind):
             raise
         except BaseException as error:

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from typing import Any
 
 from thinwire.elastic.hearts import BEATS, Heart, Watch
+from thinwire.elastic.meeting import Meeting, Standing
 from thinwire.elastic.notes import Notes
 from thinwire.errors import RunError
 
@@ -27,54 +28,6 @@ POLL_SECONDS = (0.005, 0.1)  # between two looks at the store: the first, and th
 
 class LeftBehind(RunError):
     """The others went on without this rank: it was silent for too long."""
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """One attempt to commit a round, and who makes it. Members are named by ids, which are never used again."""
-
-    number: int  # of the attempt
-    round: int
-    members: tuple[int, ...]  # in the order of their places in the group
-    began: tuple[int, ...]  # those who began the round: their order decides who trains which samples
-    newcomers: tuple[int, ...]  # those of them who had nothing when the round began
-    group: int  # the first attempt that was made by these members
-    lost: dict[str, str] = field(default_factory=dict)  # in this round: id → why
-    committed: bool = True  # whether the attempt before was
-    lobby: int = 0  # newcomers who were let in so far
-    ended: bool = False  # the run is finished or, without members, lost
-
-    @staticmethod
-    def read(found: dict[str, Any]) -> Meeting:
-        """A meeting from its JSON."""
-        values: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in found.items()
-        }
-        return Meeting(**values)
-
-    def after_commit(self, newcomers: Sequence[int], is_last: bool) -> Meeting:
-        """The next round, with those who wait."""
-        members, number = (*self.members, *newcomers), self.number + 1
-        group = number if newcomers else self.group
-        lobby = self.lobby + len(newcomers)
-        return Meeting(number, self.round + 1, members, members, tuple(newcomers), group, lobby=lobby, ended=is_last)
-
-    def without(self, lost: dict[int, str]) -> Meeting:
-        """The same round again, by those who are left. If none of them has the state of the run, it is lost."""
-        number, members = self.number + 1, tuple(one for one in self.members if one not in lost)
-        known = self.lost | {str(one): why for one, why in lost.items()}
-        is_over = all(one in self.newcomers for one in members)
-        return replace(
-            self, number=number, members=members, group=number, lost=known, committed=False, ended=is_over
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Standing:
-    """What a rank brings when it comes: the round of its state, and a fingerprint of it."""
-
-    round: int
-    fingerprint: int
 
 
 class Membership:
@@ -114,18 +67,25 @@ class Membership:
             meeting = self.newest(newest)
             if meeting is None:
                 self._open(min_ranks)
-            elif self.id in meeting.members or meeting.ended:
+            elif self.id in meeting.members or (meeting.ended and meeting.committed):
                 return meeting
-            else:
-                if newest < 0:
-                    say(f"rank {self.id} waits for the end of round {meeting.round}")
-                newest = meeting.number
-                still = self.watch.still(meeting.members)
-                if all(seconds > self.patience for seconds in still.values()):
-                    lost = {one: f"silent for {seconds:.0f} s" for one, seconds in still.items()}
-                    self._decide(meeting.without(lost))
+            elif self._are_gone(meeting):
+                waiting = self._waiting(meeting.lobby)
+                if max((one["round"] for one in waiting), default=0) > 0:  # a state that was saved
+                    self._open(min_ranks, meeting)
+                elif meeting.ended:
+                    return meeting
+                else:
+                    self._decide(meeting.without(dict.fromkeys(meeting.members, "silent")))
+            elif newest < 0:
+                say(f"rank {self.id} waits for the end of round {meeting.round}")
+            newest = -1 if meeting is None else meeting.number
             time.sleep(pause)
             pause = min(2 * pause, POLL_SECONDS[1])
+
+    def _are_gone(self, meeting: Meeting) -> bool:
+        """Whether nobody of a meeting is left."""
+        return all(seconds > self.patience for seconds in self.watch.still(meeting.members).values())
 
     def newest(self, known: int = -1) -> Meeting | None:
         """The newest decision, if there is any; `known` is the number of one that is there."""
@@ -139,16 +99,17 @@ class Membership:
         found = self.notes.read(f"decision/{low}") if low >= 0 else None
         return found and Meeting.read(found)
 
-    def _open(self, min_ranks: int) -> None:
-        """Begin the run if enough ranks are here: with the state that is furthest, which the others get."""
-        here = self._waiting(0)
+    def _open(self, min_ranks: int, before: Meeting | None = None) -> None:
+        """Begin the run, or go on with it, if enough ranks are here: with the state that is furthest."""
+        number, first = (0, 0) if before is None else (before.number + 1, before.lobby)
+        here = self._waiting(first)
         if len(here) < min_ranks:
             return
-        furthest = max(here, key=lambda one: one["round"])  # the first of them
+        furthest = max(here, key=lambda one: int(one["round"]))  # the first of them
         newcomers = [one["id"] for one in here
                      if (one["round"], one["fingerprint"]) != (furthest["round"], furthest["fingerprint"])]  # fmt: skip
-        members = tuple(one["id"] for one in here)
-        self._decide(Meeting(0, furthest["round"], members, members, tuple(newcomers), 0, lobby=len(here)))
+        members, lobby = tuple(one["id"] for one in here), first + len(here)
+        self._decide(Meeting(number, furthest["round"], members, members, tuple(newcomers), number, lobby=lobby))
 
     def _waiting(self, first: int) -> list[dict[str, Any]]:
         """Those who came after the first so many."""
@@ -234,7 +195,10 @@ class Membership:
         return lost
 
     def _decide(self, proposed: Meeting) -> Meeting:
-        return Meeting.read(self.notes.decide(f"decision/{proposed.number}", asdict(proposed)))
+        decided = Meeting.read(self.notes.decide(f"decision/{proposed.number}", asdict(proposed)))
+        if decided.ended:
+            self._say("finished")
+        return decided
 
     def _say(self, key: str) -> None:
         if key not in self._said:

@@ -66,7 +66,7 @@ class Record:
     def replace(self, rows: Sequence[Row]) -> None:
         """Go on from these rounds: those before a rank joined, or before its checkpoint."""
         self.rows = list(rows)
-        if self.path is not None:
+        if self.path is not None and (self.rows or self.path.exists()):
             write_text(self.path, "".join(json.dumps(asdict(row)) + "\n" for row in self.rows))
 
     def to_json(self) -> list[dict[str, Any]]:

@@ -21,6 +21,13 @@ from thinwire.run.records import RunFolder
 
 def launch(config: RunConfig) -> None:
     """Join the world that torchrun, srun or mpirun made and train as one of its ranks, or start the ranks here."""
+    if config.elastic is not None:
+        check_names(config)
+        with stopped_by_signals():
+            from thinwire.elastic.command import train_as_member
+
+            train_as_member(config)
+        return
     world = world_to_join(config)
     if world is not None:
         check_as_rank(config, world)

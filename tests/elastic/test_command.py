@@ -1,0 +1,151 @@
+"""`thinwire train --elastic`: ranks are processes, which are stopped, killed, started and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.programs import PYTHON
+from thinwire.cli import main
+from thinwire.elastic.keeper import find_place
+from thinwire.elastic.notes import Notes, client
+from thinwire.elastic.record import Record
+from thinwire.errors import UsageError
+
+
+class Ranks:
+    """Ranks of one run, as a user starts them."""
+
+    def __init__(self, folder: Path, *settings: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.place, self.folder, self.settings = f"127.0.0.1:{self.port}", folder, settings
+        self.processes: dict[str, subprocess.Popen[str]] = {}
+
+    def start(self, name: str, *more: str) -> None:
+        out = str(self.folder / name)
+        command = ["-m", "thinwire", "train", "--elastic", self.place, *self.settings, "--out", out, *more]
+        self.processes[name] = subprocess.Popen(
+            [*PYTHON, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def rows(self, name: str) -> int:
+        return len(Record.read(self.folder / name / "membership.jsonl").rows)
+
+    def ended(self, name: str) -> tuple[int, str]:
+        out, _ = self.processes[name].communicate(timeout=90)
+        return self.processes[name].returncode, out
+
+    def notes(self) -> Notes:
+        return Notes(lambda: client("127.0.0.1", self.port), self.place)
+
+    def kill(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.communicate()
+
+
+def wait_for(holds: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.usefixtures("program_server")
+def test_ranks_stop_join_and_are_killed_and_the_record_repeats_the_run(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, "--strategy", "diloco(every=4)", "--epochs", "4", "--patience", "20s")
+    try:
+        for name in "ab":
+            ranks.start(name, "--min-ranks", "2")
+        wait_for(lambda: ranks.rows("a") >= 2)
+        notes = ranks.notes()
+        pids = [notes.read(f"member/{i}")["pid"] for i in range(2)]
+        os.kill(pids[0], signal.SIGSTOP)  # the others wait, so the run cannot end before the third rank is there
+        ranks.start("c")
+        wait_for(lambda: notes.count("lobby") == 3)
+        os.kill(pids[0], signal.SIGCONT)
+        wait_for(lambda: ranks.rows("c") > 0)
+        os.kill(pids[0], signal.SIGKILL)
+        ends = {name: ranks.ended(name) for name in "abc"}
+    finally:
+        ranks.kill()
+    left = [name for name in "abc" if ends[name][0] == 0]
+    assert len(left) == 2, ends
+    assert "c" in left
+    records = [Record.read(tmp_path / name / "membership.jsonl").rows for name in left]
+    assert records[0] == records[1]
+    assert [row.joined for row in records[0] if row.joined] == [[2]]
+    assert [one for row in records[0] for one in row.lost] == ["0"]
+    rest = ends[next(name for name in left if name != "c")][1]
+    assert "joins; 3 ranks go on" in rest
+    assert "rank 0" in rest
+    assert "has left (silent for" in rest
+    summary = json.loads((tmp_path / "c" / "summary.json").read_text())
+    assert summary["test_accuracy"] > 80
+    assert {row["purpose"] for row in summary["sent_by_this_rank"]} == {"start", "train"}
+    again = subprocess.run(
+        [*PYTHON, "-m", "thinwire", "replay", str(tmp_path / "c")], capture_output=True, text=True, timeout=100
+    )
+    assert again.returncode == 0, again.stderr
+    assert "bit for bit the same again" in again.stdout
+
+
+@pytest.mark.usefixtures("program_server")
+def test_a_run_whose_ranks_have_all_gone_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, "--strategy", "local_sgd(every=2)", "--epochs", "3", "--patience", "2s")
+    try:
+        ranks.start("a")
+        wait_for(lambda: ranks.rows("a") >= 2)
+        ranks.kill()
+        done = ranks.rows("a")
+        ranks.start("a", "--resume")
+        code, text = ranks.ended("a")
+    finally:
+        ranks.kill()
+    assert code == 0, text
+    rows = Record.read(tmp_path / "a" / "membership.jsonl").rows
+    assert [row.round for row in rows] == list(range(len(rows)))
+    assert len(rows) > done
+    assert rows[-1].epoch == 2
+    assert not any(row.lost or row.joined for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--strategy", "data_parallel"], "elastic: data_parallel cannot go on when a rank leaves"),
+        (["--ranks", "2", "--steps", "9"], "--elastic does not go with --ranks, --steps: each command is one rank"),
+        (["--test-every", "5steps"], "--test-every 5steps: with --elastic a step has no fixed size"),
+        (["--strategy", "diloco(fragments=2)"], "possible: fragments=1 and wait=0"),
+        (["--elastic", "here"], "--elastic 'here' is no HOST:PORT; give an address of one machine"),
+    ],
+)
+def test_what_an_elastic_run_cannot_have_is_refused(
+    more: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = [] if "--elastic" in more else ["--elastic", "127.0.0.1:9"]
+    strategy = [] if "--strategy" in more else ["--strategy", "diloco"]
+    monkeypatch.setattr(sys, "argv", ["thinwire", "train", *place, *strategy, "--out", str(tmp_path / "run"), *more])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("text", ["10.0.0.1", "host:", ":80", "host:0", "host:99999", "host:x", ""])
+def test_a_place_is_a_host_and_a_port(text: str) -> None:
+    assert find_place("host:29400") == ("host", 29400)
+    with pytest.raises(UsageError, match="is no HOST:PORT"):
+        find_place(text)
