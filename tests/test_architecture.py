@@ -54,7 +54,6 @@ MAY_USE_DISTRIBUTED = {
     "comm/open_store",
     "comm/peers",
     "elastic/groups",
-    "elastic/keeper",
     "elastic/notes",
     "launch/agent",
     "launch/failures",

@@ -16,7 +16,7 @@ import pytest
 
 from tests.programs import PYTHON
 from thinwire.cli import main
-from thinwire.elastic.keeper import find_place
+from thinwire.elastic.keeper import find_place, find_store
 from thinwire.elastic.notes import Notes, client
 from thinwire.elastic.record import Record
 from thinwire.errors import UsageError
@@ -102,10 +102,18 @@ def test_ranks_stop_join_and_are_killed_and_the_record_repeats_the_run(tmp_path:
 
 @pytest.mark.usefixtures("program_server")
 def test_a_run_whose_ranks_have_all_gone_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    ranks = Ranks(tmp_path, "--strategy", "local_sgd(every=2)", "--epochs", "3", "--patience", "2s")
+    """Its store is behind a gate, which a rank without the secret does not pass."""
+    secret = tmp_path / "secret.txt"
+    secret.write_text("correct horse battery staple")
+    secret.chmod(0o600)
+    ranks = Ranks(
+        tmp_path, "--strategy", "local_sgd(every=2)", "--epochs", "3", "--patience", "2s", "--secret-file", str(secret)
+    )
     try:
         ranks.start("a")
         wait_for(lambda: ranks.rows("a") >= 2)
+        with pytest.raises(UsageError, match="asks for a secret"):
+            find_store(ranks.place)
         ranks.kill()
         done = ranks.rows("a")
         ranks.start("a", "--resume")

@@ -55,7 +55,7 @@ def train_as_member(config: RunConfig) -> None:
     try:
         taken = take_part(
             trainee, place, folder.path, bool(config.resume), config.min_ranks, config.patience or PATIENCE,
-            config.iface, config.keep, after_round,
+            config.iface, config.secret_file, config.keep, after_round,
         )  # fmt: skip
     except BaseException:
         folder.remove_if_empty()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from thinwire.comm.base import Comm
 from thinwire.comm.ledger import Ledger
+from thinwire.comm.peers import check_peers
 from thinwire.comm.process import ProcessComm
 from thinwire.comm.process_groups import members_group_pair
 from thinwire.comm.world import number_nodes
@@ -56,6 +57,7 @@ def connect(
     for group in pair:
         backend: Any = group._get_backend(torch.device("cpu"))
         backend._set_default_timeout(datetime.timedelta(seconds=OPERATION_SECONDS))
+    check_peers(pair, notes.secret)
     return ProcessComm(pair, range(len(hosts)), "world", ledger, device, number_nodes(hosts))
 
 

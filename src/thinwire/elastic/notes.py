@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from thinwire.comm.secret import Secret
 from thinwire.errors import RunError
 
 ANSWER_SECONDS = 60
@@ -22,14 +23,15 @@ class StoreLost(RunError):
 class Notes:
     """JSON values in a store, by key. Each thread that may wait needs notes of its own (`another`)."""
 
-    def __init__(self, connect: Callable[[], dist.Store], where: str) -> None:
+    def __init__(self, connect: Callable[[], dist.Store], where: str, secret: Secret | None = None) -> None:
         self._connect, self._where = connect, where
+        self.secret = secret  # that everyone must know whose notes these are
         with self._errors():
             self.store = connect()
 
     def another(self) -> Notes:
         """The same notes, over another connection."""
-        return Notes(self._connect, self._where)
+        return Notes(self._connect, self._where, self.secret)
 
     def read(self, key: str) -> Any:
         """A value, or None if there is none yet."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -23,7 +21,7 @@ from thinwire.comm.process_groups import without_grace
 from thinwire.common.messages import print_line
 from thinwire.elastic.groups import wait_for_closing
 from thinwire.elastic.job import Job, Trainee, solo
-from thinwire.elastic.keeper import LINGER_SECONDS, find_place, find_store
+from thinwire.elastic.keeper import find_place, find_store
 from thinwire.elastic.member import Member
 from thinwire.elastic.membership import LeftBehind, Membership
 from thinwire.elastic.notes import Notes, StoreLost
@@ -46,15 +44,15 @@ class Taken:
 
 def train_elastic(
     job: Job, at: str, *, out: Path | None = None, resume: bool = False, min_ranks: int = 1,
-    patience: float | str = PATIENCE, iface: str = AUTO, keep: int = 2,
+    patience: float | str = PATIENCE, iface: str = AUTO, secret_file: Path | None = None, keep: int = 2,
     after_round: Callable[[Row, Member], None] = lambda row, member: None,
 ) -> Taken:  # fmt: skip
     """Train as one rank of an elastic run, from now to its end; any rank may come and go meanwhile.
 
-    All ranks call it with the same job. `at` is HOST:PORT: the first rank on that machine opens the store there. The
-    run begins once `min_ranks` are here. A rank whose heart stands still for `patience` is lost; after a connection
-    broke, a fifth of that is enough. With `out`, a folder of this rank alone, it keeps the record and checkpoints, and
-    can `resume`.
+    All ranks call it with the same job. `at` is HOST:PORT: the first rank on that machine opens the store there. With a
+    secret, in a file or in THINWIRE_SECRET, all ranks must know it. The run begins once `min_ranks` are here. A rank
+    whose heart stands still for `patience` is lost; after a connection broke, a fifth of that is enough. With `out`, a
+    folder of this rank alone, it keeps the record and checkpoints, and can `resume`.
 
     >>> import torch, thinwire as tw
     >>> data = torch.utils.data.TensorDataset(torch.ones(32, 4), torch.zeros(32, 2))
@@ -66,12 +64,12 @@ def train_elastic(
     """
     if min_ranks < 1:
         raise UsageError(f"train_elastic: min_ranks={min_ranks}; possible: 1 or more")
-    return take_part(Trainee(job), at, out, resume, min_ranks, patience, iface, keep, after_round)
+    return take_part(Trainee(job), at, out, resume, min_ranks, patience, iface, secret_file, keep, after_round)
 
 
 def take_part(
     trainee: Trainee, at: str, out: Path | None, resume: bool, min_ranks: int, patience: float | str, iface: str,
-    keep: int, after_round: Callable[[Row, Member], None],
+    secret_file: Path | None, keep: int, after_round: Callable[[Row, Member], None],
 ) -> Taken:  # fmt: skip
     """What `train_elastic` does, with a model that was made already."""
     seconds, job = patience_seconds(patience), trainee.job
@@ -82,16 +80,17 @@ def take_part(
         position, claim = saved.load(trainee, record)
     elif out is not None:
         out.mkdir(parents=True, exist_ok=True)
-    notes, keeper = find_store(at)
-    _check_job(notes, identity(job, trainee))
+    found, is_finished = find_store(at, secret_file), False
     try:
+        _check_job(found.notes, identity(job, trainee))
         with without_grace(), gloo_interface(find_place(at)[0], iface):
             ledger = Ledger()
             while True:
-                member = _member(notes, trainee, record, position, seconds, claim, ledger)
+                member = _member(found.notes, trainee, record, position, seconds, claim, ledger)
                 member.after_round = partial(_after, member, saved, after_round)
                 try:
                     member.run(min_ranks)
+                    is_finished = True
                     break
                 except LeftBehind as error:
                     print_line(f"{error}; it comes again as a new rank")
@@ -103,11 +102,9 @@ def take_part(
     finally:
         wait_for_closing()
         wait_for_gloo_threads()
+        found.close(is_finished)
     if saved is not None:
         saved.save(member)
-    if keeper is not None:
-        with suppress(subprocess.TimeoutExpired):
-            keeper.wait(2 * LINGER_SECONDS)  # it ends once all ranks have gone
     return Taken(trainee.model, record, ledger)
 
 
