@@ -46,14 +46,15 @@ Order = dict[str, Any]
 class WorldRanks:
     """This rank of the world, which has met the others. Rank 0 leads with `run` and `end`; the others `follow`."""
 
+    patience: float | None = None  # that was asked for
+
     def __init__(self, world: World, iface: str, secret_file: Path | None = None, patience: str | None = None) -> None:
         from thinwire.comm.store import address_met_at, rendezvous
 
         self.world = world
         start_fork_server()  # which imports while ranks meet
-        seconds = None if patience is None else patience_seconds(patience)
-        self.patience = seconds or ANSWER_SECONDS
-        self.store = cast(Any, rendezvous(world, iface, seconds, read_secret(secret_file)))
+        self.patience = None if patience is None else patience_seconds(patience)
+        self.store = cast(Any, rendezvous(world, iface, self.patience, read_secret(secret_file)))
         self.address = address_met_at(world, iface)  # of the store, as this rank reaches it
         self.num_orders = self.num_gathers = 0
         self.nodes = number_nodes([tuple(key) for key in self.gather(node_key(world))])
@@ -77,9 +78,10 @@ class WorldRanks:
             self._check_all_here()
             if rank is not None and (signs := self._signs_of_life(rank)) != seen:
                 seen, since = signs, time.monotonic()
-            if rank is not None and time.monotonic() > since + self.patience:
+            patience = self.patience or ANSWER_SECONDS
+            if rank is not None and time.monotonic() > since + patience:
                 raise WorldLost(
-                    f"rank {rank} has not answered for {format_duration(self.patience)}; if it may, give --patience"
+                    f"rank {rank} has not answered for {format_duration(patience)}; if it may, give --patience"
                 )
             time.sleep(pause)
             pause = min(POLL_SECONDS, 1.5 * pause)

@@ -127,8 +127,8 @@ def measure_link(config: RunConfig, link: LinkReport, progress_file: Path | None
     """The link between the nodes of the world that this process is in, as a LinkReport in JSON. Collective."""
     from thinwire.comm.join import join
     from thinwire.comm.link_probe import measure_ring
-    from thinwire.run.startup import patience_of, use_device
+    from thinwire.run.startup import use_device
 
-    with join(None, patience_of(config), use_device(config, find_world()), config.iface, config.secret_file) as comm:
+    with join(None, config.patience, use_device(config, find_world()), config.iface, config.secret_file) as comm:
         found = measure_ring(comm, MEASURE_SECONDS)
         return list(LinkReport(False, "measured", *found) if found and len(set(comm.nodes)) > 1 else LinkReport())
