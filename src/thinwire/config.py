@@ -8,7 +8,7 @@ import json
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from cyclopts import Group, Parameter
 from pydantic import (
@@ -21,6 +21,7 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 
 from thinwire.common.durations import checked_duration
@@ -229,6 +230,14 @@ class RunConfig(BaseModel):
             raise ValueError(f"{steps} steps and {epochs} epochs are two lengths of one run; give one of them")
         return steps
 
+    @model_validator(mode="after")
+    def _refuse_what_is_no_text(self) -> Self:
+        """The settings are saved in a file, and so must be text."""
+        for name, value in self.__dict__.items():
+            if isinstance(value, str | Path) and not str(value).isprintable():
+                raise ValueError(f"{name}={str(value)!r} has characters that are no text")
+        return self
+
     def to_toml(self) -> str:
         """The settings that are not None, as TOML."""
         values = self.model_dump(mode="json", exclude_none=True, exclude={"resume"})
@@ -320,7 +329,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}; give the path of a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also of a number with thousands of digits
         raise UsageError(f'{path} is not TOML: {error}; expected lines such as  task = "digits"') from None
     values = {key.replace("-", "_"): value for key, value in values.items()}
     for key in values:

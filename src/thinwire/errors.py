@@ -11,16 +11,41 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 
+MOST_LETTERS = 4000  # of an error's message; the middle of a longer one is left out
+
+
+def one_line(text: str, keep: str = "") -> str:
+    """A text that a terminal can show as it is: what is not printable is written as an escape.
+
+    >>> one_line("a\\nb \\x1b[31m")
+    'a\\\\nb \\\\x1b[31m'
+    """
+    if len(text) > MOST_LETTERS:
+        text = f"{text[: MOST_LETTERS // 2]} … {text[-MOST_LETTERS // 4 :]}"
+    if text.isprintable():
+        return text
+    escaped = (one if one.isprintable() or one in keep else ascii(one)[1:-1] for one in text)
+    return "".join(escaped)
+
+
 class ThinwireError(Exception):
-    """An error with a message for the user; the command line prints it without a traceback."""
+    """An error with a message for the user; the command line prints it without a traceback.
+
+    Names and values in it may come from files of others, so nothing in it controls a terminal.
+    """
 
     exit_code = 1
+    keeps = "\n"  # what is not escaped in the message
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(one_line(str(message), self.keeps))
 
 
 class UsageError(ThinwireError, ValueError):
     """The request itself cannot be carried out: a wrong name, option, value or file."""
 
     exit_code = 2
+    keeps = ""
 
 
 class RunError(ThinwireError, RuntimeError):

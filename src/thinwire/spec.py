@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ class Spec:
         return hash(str(self))
 
 
+MOST_BITS = 4096  # of whole numbers: Python does not write much larger ones as text
 _PARSING = threading.Lock()  # Python 3.11's ast.parse may fail when several threads call it at once
 
 
@@ -63,12 +65,18 @@ def _value(node: ast.expr, text: str) -> Value:
             for keyword in keywords:
                 if keyword.arg is None:
                     raise _malformed(text)
+                if keyword.arg in options:
+                    raise UsageError(f"'{text}': {keyword.arg} is given twice; leave one out")
                 options[keyword.arg] = _value(keyword.value, text)
             return Spec(name, tuple(_value(a, text) for a in args), options)
+        case ast.Constant(value=int() as number) if number.bit_length() > MOST_BITS:
+            raise UsageError(f"'{text}': a whole number of more than {MOST_BITS} bits is not possible")
+        case ast.Constant(value=float() as number) if math.isinf(number):
+            raise UsageError(f"'{text}': a number is too large; possible: up to 1.7e308")
         case ast.Constant(value=None | bool() | int() | float() | str() as constant):
             return constant
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
-            return -number
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float())):
+            return -_value(node.operand, text)
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_value(item, text) for item in items]
     raise _malformed(text)

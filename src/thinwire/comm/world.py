@@ -92,17 +92,24 @@ def find_world(env: Mapping[str, str] = os.environ) -> World | None:
 
 
 def _world(env: Mapping[str, str], launcher: str, rank: str, size: str, local_rank: str, local_size: str) -> World:
-    num_ranks = _int(env, size)
-    num_local = _int(env, local_size) if local_size in env else _slurm_local_size(env, num_ranks)
-    if not 0 <= _int(env, rank) < num_ranks:
-        raise UsageError(f"{rank}={env[rank]} is rank {env[rank]} of {num_ranks} ranks; possible: 0 to {num_ranks - 1}")
+    num_ranks = _int(env, size, 1)
+    own_rank = _int(env, rank)
+    if not 0 <= own_rank < num_ranks:
+        raise UsageError(f"{rank}={own_rank} is rank {own_rank} of {num_ranks} ranks; possible: 0 to {num_ranks - 1}")
+    own_place = _int(env, local_rank, 0) if local_rank in env else 0
+    num_local = _int(env, local_size, 1) if local_size in env else _slurm_local_size(env, num_ranks)
+    if launcher != "srun" and not own_place < num_local <= num_ranks:
+        raise UsageError(
+            f"the environment has {local_rank}={own_place}, {local_size}={num_local} and {size}={num_ranks}; a rank of "
+            f"a machine is one of its ranks, and these are at most all; set the three as {launcher} does"
+        )
     return World(
-        rank=_int(env, rank),
+        rank=own_rank,
         size=num_ranks,
-        local_rank=_int(env, local_rank) if local_rank in env else 0,
+        local_rank=own_place,
         local_size=num_local,
         address=env.get("MASTER_ADDR") or _address(env, launcher, num_ranks == num_local),
-        port=_int(env, "MASTER_PORT") if env.get("MASTER_PORT") else _port(env),
+        port=_int(env, "MASTER_PORT", 1, 65535) if env.get("MASTER_PORT") else _port(env),
         launcher=launcher,
     )
 
@@ -132,22 +139,31 @@ def first_host(nodelist: str) -> str:
 
 def _slurm_local_size(env: Mapping[str, str], num_ranks: int) -> int:
     """Ranks of this node. Slurm writes "2(x3),1" for 2, 2, 2 and 1; without it, assume one host."""
-    sizes: list[int] = []
-    for size, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "")):
-        sizes += [int(size)] * int(times or 1)
-    node = int(env.get("SLURM_NODEID", "0"))
-    return sizes[node] if node < len(sizes) else num_ranks
+    node = _int(env, "SLURM_NODEID", 0) if "SLURM_NODEID" in env else 0
+    for size, times in re.findall(r"(\d{1,9})(?:\(x(\d{1,9})\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        node -= int(times or 1)
+        if node < 0:
+            return int(size) if 0 < int(size) <= num_ranks else num_ranks
+    return num_ranks
 
 
 def _port(env: Mapping[str, str]) -> int:
     """A port for each Slurm job step, so that jobs on one host do not use the same one."""
     if "SLURM_JOB_ID" in env:
-        return 20000 + (_int(env, "SLURM_JOB_ID") * 37 + int(env.get("SLURM_STEP_ID", "0"))) % 10000
+        step = _int(env, "SLURM_STEP_ID") if "SLURM_STEP_ID" in env else 0
+        return 20000 + (_int(env, "SLURM_JOB_ID") * 37 + step) % 10000
     return DEFAULT_PORT
 
 
-def _int(env: Mapping[str, str], name: str) -> int:
+def _int(env: Mapping[str, str], name: str, least: int | None = None, most: int = 2**31 - 1) -> int:
     try:
-        return int(env[name])
+        number = int(env[name])
+    except KeyError:
+        raise UsageError(
+            f"the environment lacks {name}, which the launcher sets; set it, or start the ranks anew"
+        ) from None
     except ValueError:
         raise UsageError(f"the environment has {name}={env[name]!r}; expected a whole number") from None
+    if abs(number) > most or (least is not None and number < least):
+        raise UsageError(f"the environment has {name}={number}; possible: {least or 0} to {most}")
+    return number

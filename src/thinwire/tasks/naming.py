@@ -32,6 +32,9 @@ def check_task_name(text: str) -> None:
     )
 
 
+MOST_LETTERS = 200  # of the name of a module: the name of a file cannot have many more
+
+
 def _own_tasks(name: str) -> list[str]:
     """Tasks, as package.module:function, that may be meant by a module, its file, or module.function."""
     module = name.removeprefix("./").removesuffix(".py").replace("/", ".")
@@ -46,7 +49,7 @@ def _functions(module: str) -> list[str]:
     path = module.replace(".", "/")
     for folder in ("", *sys.path):
         for file in (Path(folder, f"{path}.py"), Path(folder, path, "__init__.py")):
-            if module and file.is_file():
+            if module and len(module) < MOST_LETTERS and file.is_file():
                 found = [node for node in _parse(file).body if isinstance(node, ast.FunctionDef)]
                 return [function.name for function in found if _takes_data_and_seed(function)]
     return []
@@ -55,7 +58,7 @@ def _functions(module: str) -> list[str]:
 def _parse(file: Path) -> ast.Module:
     try:
         return ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError):
+    except (OSError, SyntaxError, ValueError, MemoryError, RecursionError):
         return ast.Module([], [])
 
 
