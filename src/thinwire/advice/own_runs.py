@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from thinwire.advice.plan import Plan
 from thinwire.advice.ranking import wire_for
+from thinwire.compare.files import read_summary
 from thinwire.errors import UsageError
 from thinwire.netlab.link import Link, parse_link
 from thinwire.spec import parse
@@ -51,7 +51,7 @@ def own_runs(plan: Plan) -> OwnRuns:
     for path in sorted(folder.glob("**/summary.json")) if folder is not None else []:
         assert folder is not None
         try:
-            found.runs.append(_run(plan, json.loads(path.read_text(encoding="utf-8")), path.parent.relative_to(folder)))
+            found.runs.append(_run(plan, read_summary(path), path.parent.relative_to(folder)))
         except _OtherRun as other:
             found.left_out[str(other)] = found.left_out.get(str(other), 0) + 1
     return found

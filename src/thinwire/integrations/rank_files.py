@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from thinwire.common.files import write_atomically
 from thinwire.common.tensor_files import write_tensors
 from thinwire.common.tensors import fingerprint, local_part
-from thinwire.errors import RunError, UsageError
+from thinwire.errors import RunError, UsageError, one_line
 from thinwire.exchange.attach import Attached
+from thinwire.run.checkpoint import READ_ERRORS
 from thinwire.run.states import pack, unpack
 from thinwire.strategies.own_loop import AttachedRounds
 
@@ -112,8 +113,9 @@ def _read(folder: Path, rank: int, ranks: int) -> Any:
         with safe_open(path, "pt") as file:
             metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             tree, saved_ranks = json.loads(metadata["tree"]), int(metadata["ranks"])
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise RunError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+            state = unpack(tree, tensors)
+    except READ_ERRORS as error:
+        raise RunError(f"{path} is damaged ({one_line(f'{type(error).__name__}: {error}')})") from error
     if saved_ranks != ranks:
         raise UsageError(f"{folder} is of {saved_ranks} ranks, and these are {ranks}; use as many, or begin anew")
-    return unpack(tree, tensors)
+    return state

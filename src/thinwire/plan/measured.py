@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -10,10 +11,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from thinwire.common.json_text import parse_json
 from thinwire.errors import UsageError
 from thinwire.spec import parse
 
 REFERENCE = "data_parallel"
+FIELDS: dict[str, Any] = {  # that a summary needs here, and their types
+    "strategy": str, "task": str, "metric": str, "value": (int, float), "seed": int, "ranks": int, "epochs": int,
+}  # fmt: skip
 SIMILAR = 2.0  # runs whose lengths differ by less than this factor are about as long
 DECIDING = ("batch_size", "lr", "optimizer", "schedule", "clip_norm", "accumulate", "autocast")  # settings of a run
 FILE = Path(__file__).with_name("measured.json")  # made of docs/results.json by benchmarks/measured.py
@@ -100,7 +105,9 @@ def _setting(summary: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         f"{summary['task']}, {summary.get('model') or 'model'}, {summary['ranks']} ranks, {summary['epochs']} epochs"
     )
     config = folder / "config.toml"
-    settings = tomllib.loads(config.read_text()) if config.exists() else {}
+    settings = tomllib.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
+    if not isinstance(settings.get("optimizer", ""), str):
+        raise TypeError
     rest = [f"{name} {settings[name]}" for name in DECIDING if name in settings]
     return {"setting": ", ".join([where, *rest]), "optimizer": settings.get("optimizer")}
 
@@ -110,10 +117,13 @@ def read_own(folder: Path) -> dict[str, list[Quality]]:
     cells = []
     for path in sorted(folder.glob("**/summary.json")) if folder.is_dir() else []:
         try:
-            summary = json.loads(path.read_text())
+            summary = parse_json(path.read_bytes())
+            wrong = [name for name, types in FIELDS.items() if not isinstance(summary[name], types)]
+            if wrong or (not math.isfinite(summary["value"]) and not math.isnan(summary["value"])):
+                raise TypeError
             if summary["metric"] == "accuracy":
                 cells.append({**summary, "accuracy": summary["value"], **_setting(summary, path.parent)})
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OSError, RecursionError, AttributeError):
             raise UsageError(f"{path} is not the summary of a run; remove it, or give another --from") from None
     if not cells:
         raise UsageError(

@@ -23,11 +23,14 @@ from thinwire.comm.base import Comm
 from thinwire.comm.collectives import all_gather_json
 from thinwire.common.files import write_atomically, write_text
 from thinwire.common.tensor_files import write_tensors
-from thinwire.errors import RunError
+from thinwire.errors import RunError, one_line
 from thinwire.run.states import Tree, pack, unpack
 
 FORMAT = "thinwire-checkpoint-4"
-READ_ERRORS = (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError, SafetensorError)
+READ_ERRORS = (
+    OSError, KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError, RuntimeError,
+    SafetensorError,
+)  # fmt: skip
 
 
 class AnotherRunError(RunError):
@@ -137,8 +140,11 @@ class Checkpoints:
             if content["sha256"] != _hash_file(data):
                 raise RunError(f"checkpoint {data} is damaged (its content does not match the hash in its manifest)")
             return unpack(content["tree"], load_file(data))
+        except RunError:
+            raise
         except READ_ERRORS as error:
-            raise RunError(f"checkpoint {manifest.parent} is damaged ({type(error).__name__}: {error})") from error
+            why = one_line(f"{type(error).__name__}: {error}")
+            raise RunError(f"checkpoint {manifest.parent} is damaged ({why})") from error
 
     def _step_and_rank(self, step: int) -> dict[str, int]:
         """Written into a manifest, so that a file that was copied from another step or rank is found."""
@@ -184,4 +190,4 @@ def _hash_json(content: dict[str, Any]) -> str:
 
 def _difference(saved: dict[str, Any], own: dict[str, Any]) -> str:
     keys = [key for key in {**saved, **own} if saved.get(key) != own.get(key)]
-    return ", ".join(f"{key}: {saved.get(key)} there, {own.get(key)} here" for key in keys)
+    return one_line(", ".join(f"{key}: {saved.get(key)} there, {own.get(key)} here" for key in keys))

@@ -7,8 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from thinwire.comm.base import Comm
-from thinwire.run.checkpoint import Checkpoints
+from thinwire.errors import RunError, ThinwireError, one_line
+from thinwire.run.checkpoint import READ_ERRORS, Checkpoints
 from thinwire.run.meters import Meters
 from thinwire.run.records import RunFolder
 from thinwire.run.states import random_state, set_random_state
@@ -78,15 +81,37 @@ def load_newest_checkpoint(
     """
     meters_before = meters.state_dict()
     found = checkpoints.load_latest()
-    step, state = found or (0, None)
-    at = Position(**state["position"]) if state else Position()
+    step, state = found or (0, {})
+    at = Position() if found is None else _position(step, state)
     check(at)
     if comm.rank == 0:
         folder.drop_rows_after(step)
-    if state is None:
+    if found is None:
         meters.load_state_dict(meters_before)
         return None
-    strategy.load_state_dict(state["strategy"])
-    set_random_state(state["random"])
-    meters.load_state_dict(state["meters"])
+    try:
+        strategy.load_state_dict(state["strategy"])
+        set_random_state(state["random"])
+        meters.load_state_dict(state["meters"])
+    except ThinwireError:
+        raise
+    except READ_ERRORS as error:
+        raise _misfit(step, error) from error
     return at
+
+
+def _position(step: int, state: Any) -> Position:
+    try:
+        at = TypeAdapter(Position).validate_python(state["position"])
+        if at.step != step or min(at.epoch, at.batch, at.first_batch, at.samples) < 0:
+            raise ValueError(f"its position is step {at.step}, epoch {at.epoch}, batch {at.batch}")
+    except READ_ERRORS as error:
+        raise _misfit(step, error) from error
+    return at
+
+
+def _misfit(step: int, error: BaseException) -> RunError:
+    why = one_line(f"{type(error).__name__}: {error}")
+    return RunError(
+        f"the checkpoint of step {step} does not fit this run ({why}); remove its folder to go on from the one before"
+    )

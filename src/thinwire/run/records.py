@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.common.files import write_text
+from thinwire.common.json_text import parse_json
 from thinwire.config import RunConfig, make_config, read_toml
 from thinwire.errors import RunError, UsageError
+from thinwire.run.schema import ReadRow, ReadSpan, parsed
+
+TIMELINE = "timeline.jsonl"
 
 
 class RunFolder:
@@ -23,7 +27,7 @@ class RunFolder:
         self.config = path / "config.toml"
         self.metrics = path / "metrics.jsonl"
         self.ledger = path / "ledger.jsonl"
-        self.timeline = path / "timeline.jsonl"
+        self.timeline = path / TIMELINE
         self.summary = path / "summary.json"
         self.checkpoints = path / "checkpoints"
 
@@ -103,11 +107,14 @@ class RunFolder:
 def read_rows(file: Path) -> list[dict[str, Any]]:
     """The complete lines of a .jsonl file; none if there is no file."""
     rows = []
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+    model = ReadSpan if file.name == TIMELINE else ReadRow
+    lines = file.read_bytes().splitlines() if file.exists() else []
+    for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
+            parse_json(line)
+        except ValueError:
             continue  # incomplete: the run was stopped while it wrote this line
+        rows.append(parsed(model, line.decode(), f"line {number} of {file}"))
     return rows
 
 

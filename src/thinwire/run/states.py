@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.common.dtypes import as_reals
+from thinwire.errors import RunError, one_line
 
 Tree = Any  # dicts, lists, tuples, tensors, numbers, strings, booleans, None
 
@@ -23,9 +24,10 @@ def pack(tree: Tree, tensors: dict[str, Tensor], path: str = "") -> Tree:
             tensors[path] = as_reals(tree.detach()).cpu().contiguous().clone()
             return {"$complex" if tree.is_complex() else "$tensor": path}
         case dict():
-            items = [[key, pack(value, tensors, f"{path}/{key}")] for key, value in tree.items()]
-            plain = all(isinstance(key, str) and not key.startswith("$") for key in tree)
-            return dict(items) if plain else {"$items": items}
+            values = [(key, pack(value, tensors, f"{path}/{key}")) for key, value in tree.items()]
+            if all(isinstance(key, str) and not key.startswith("$") for key in tree):
+                return dict(values)
+            return {"$items": [[pack(key, tensors, f"{path}/{key}"), value] for key, value in values]}
         case tuple():
             return {"$tuple": [pack(value, tensors, f"{path}/{i}") for i, value in enumerate(tree)]}
         case list():
@@ -43,7 +45,7 @@ def unpack(tree: Tree, tensors: dict[str, Tensor]) -> Tree:
         case {"$complex": path}:
             return torch.view_as_complex(tensors[path])
         case {"$items": items}:
-            return {key: unpack(value, tensors) for key, value in items}
+            return {unpack(key, tensors): unpack(value, tensors) for key, value in items}
         case {"$tuple": values}:
             return tuple(unpack(value, tensors) for value in values)
         case dict():
@@ -72,10 +74,21 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Continue with the random numbers of a saved state."""
+    """Continue with the random numbers of a saved state; RunError if it is none."""
+    try:
+        _set_random_state(state)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
+        raise RunError(
+            f"the saved state of random generators is damaged ({type(error).__name__}: {one_line(str(error))})"
+        ) from error
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"])
     random.setstate(state["python"])
     name, keys, position, has_gauss, cached = state["numpy"]
+    if not 0 <= position <= len(keys):  # numpy would read beyond them
+        raise ValueError(f"position {position} of {len(keys)} numbers")
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
