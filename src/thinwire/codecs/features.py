@@ -40,7 +40,7 @@ def unpack(data: Tensor, shape: Sequence[int], dtype: torch.dtype, wire: Wire) -
     if wire == "bf16":
         return from_bytes(data, torch.bfloat16, shape).to(dtype)
     count = math.prod(shape)
-    return words(8, BLOCK).decode(data[None], count + -count % BLOCK, count).to(dtype).reshape(*shape)
+    return words(8, BLOCK).decode(data[None], count + -count % BLOCK, count).to(dtype).reshape(tuple(shape))
 
 
 def packed_bytes(shape: Sequence[int], dtype: torch.dtype, wire: Wire) -> int:

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.base import Comm
+from thinwire.common.json_text import parse_json
 from thinwire.common.tensors import flatten, unflatten
+from thinwire.errors import RunError, one_line
+
+MOST_BYTES = 2**27  # of one rank's JSON
+SAME_VERSIONS = "Use the same version of thinwire on all ranks"
 
 
 def all_gather_json(comm: Comm, value: Any, pad_bytes: int = 1024) -> list[Any]:
@@ -20,8 +25,17 @@ def all_gather_json(comm: Comm, value: Any, pad_bytes: int = 1024) -> list[Any]:
     """
     text = json.dumps(value).encode()
     length = int(comm.max(torch.tensor([-(-len(text) // pad_bytes) * pad_bytes])).item())
+    if not len(text) <= length <= MOST_BYTES:
+        raise RunError(f"a rank gives {length} bytes of JSON; possible: up to {MOST_BYTES}. {SAME_VERSIONS}")
     padded = torch.frombuffer(bytearray(text.ljust(length)), dtype=torch.uint8)
-    return [json.loads(bytes(t.tolist())) for t in comm.all_gather(padded)]
+    return [_parsed(rank, given) for rank, given in enumerate(comm.all_gather(padded))]
+
+
+def _parsed(rank: int, given: Tensor) -> Any:
+    try:
+        return parse_json(bytes(given.tolist()))
+    except ValueError as error:
+        raise RunError(f"rank {rank} sent what is no JSON ({one_line(str(error))}). {SAME_VERSIONS}") from None
 
 
 @torch.no_grad()

@@ -33,7 +33,8 @@ def topk(
         packed = torch.cat([x[indices].view(torch.int32), indices.to(torch.int32)])
         total = torch.zeros_like(x)
         for part in comm.all_gather(packed):  # one rank after the other: the order of sums is the same everywhere
-            total.index_add_(0, part[count:].long(), part[:count].view(torch.float32))
+            where = part[count:].long().clamp_(0, x.numel() - 1)  # a damaged message writes to no other memory
+            total.index_add_(0, where, part[:count].view(torch.float32))
         return Averaged(total.div_(comm.size), lambda: x.index_fill(0, indices, 0.0))
 
     return on_vectors(average)

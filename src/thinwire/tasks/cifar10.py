@@ -127,8 +127,14 @@ def _read_pickle(path: Path) -> tuple[np.ndarray, np.ndarray]:
         with path.open("rb") as file:
             batch = _ArrayUnpickler(file, encoding="bytes").load()
         return np.asarray(batch[b"data"], np.uint8), np.asarray(batch[b"labels"], np.uint8)
-    except (pickle.UnpicklingError, EOFError, KeyError, ValueError, TypeError) as error:
+    except DAMAGED as error:
         raise UsageError(f"{path} is damaged or not a CIFAR-10 file ({error}); download it again") from None
+
+
+DAMAGED = (
+    pickle.UnpicklingError, EOFError, KeyError, ValueError, TypeError, AttributeError, IndexError, OverflowError,
+    MemoryError, LookupError, RecursionError, RuntimeError, OSError,
+)  # fmt: skip
 
 
 class _ArrayUnpickler(pickle.Unpickler):
