@@ -284,6 +284,8 @@ def main() -> None:
         _exit(message, 2)
     except ThinwireError as error:
         _exit(str(error), error.exit_code)
+    except UnicodeEncodeError:
+        _exit("an argument has bytes that are no UTF-8 text; give it in UTF-8", 2)
     except KeyboardInterrupt:
         _exit("stopped", 130)
     except BrokenPipeError:  # the reader, such as head, has closed the pipe

@@ -358,6 +358,8 @@ def make_config(*layers: dict[str, Any], source: str = "settings") -> RunConfig:
         return RunConfig(**merge(*layers))
     except ValidationError as error:
         raise invalid(error, source) from None
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{source}: {error.object!r} is not possible: it has characters that are no text") from None
 
 
 def resumed(saved: RunConfig, asked: dict[str, Any], folder: Path) -> RunConfig:

@@ -8,6 +8,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from cyclopts import CycloptsError
+from pydantic import ValidationError
+
 from tests.fuzz import mutation
 from tests.fuzz.harness import Case
 from thinwire import cli, registry
@@ -115,12 +118,7 @@ def _command_line(words: list[str]) -> None:
     made = {"train": RunConfig, "compare": CompareConfig, "plan": PlanConfig, "doctor": RunConfig}[words[0]]
     try:
         _, bound, _ = cli.app.parse_args(words, exit_on_error=False, print_error=False)
-    except Exception as error:
-        from cyclopts import CycloptsError
-        from pydantic import ValidationError
-
-        if not isinstance(error, CycloptsError | ValidationError):
-            raise
+    except (CycloptsError, ValidationError, UnicodeEncodeError):  # cli.main has a message for each
         raise UsageError("refused by the command line") from None
     assert any(isinstance(one, made) for one in bound.arguments.values()) or words[0] == "doctor" or not bound.kwargs
 
