@@ -94,7 +94,7 @@ def take_part(
                     break
                 except LeftBehind as error:
                     print_line(f"{error}; it comes again as a new rank")
-                    position, claim = member.at, None
+                    position, claim = Position(), None  # what it has trained since does not count
     except StoreLost as error:
         raise RunError(f"{error}; all ranks end. {_how_to_go_on(at, out)}") from error
     except RunError as error:
