@@ -18,12 +18,13 @@ from tests.training import MODELS, decayed_sgd
 from tests.worlds import no_grace
 from thinwire.comm.addresses import gloo_interface
 from thinwire.comm.store import local_store
-from thinwire.elastic.job import Job, Trainee
+from thinwire.elastic.job import Job
 from thinwire.elastic.member import Member
 from thinwire.elastic.membership import Membership
 from thinwire.elastic.notes import Notes, client
 from thinwire.elastic.record import Record
 from thinwire.elastic.shares import Position
+from thinwire.elastic.trainee import Trainee
 from thinwire.optim import cosine
 
 PATIENCE = 6.0  # a fifth of it if a connection broke: the machine may be busy

@@ -42,7 +42,7 @@ class Ranks:
         return len(Record.read(self.folder / name / "membership.jsonl").rows)
 
     def ended(self, name: str) -> tuple[int, str]:
-        out, _ = self.processes[name].communicate(timeout=90)
+        out, _ = self.processes[name].communicate(timeout=150)
         return self.processes[name].returncode, out
 
     def notes(self) -> Notes:
@@ -54,13 +54,14 @@ class Ranks:
             process.communicate()
 
 
-def wait_for(holds: Callable[[], bool], seconds: float = 60) -> None:
+def wait_for(holds: Callable[[], bool], seconds: float = 150) -> None:
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.02)
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.usefixtures("program_server")
 def test_ranks_stop_join_and_are_killed_and_the_record_repeats_the_run(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, "--strategy", "diloco(every=4)", "--epochs", "4", "--patience", "20s")
@@ -100,6 +101,7 @@ def test_ranks_stop_join_and_are_killed_and_the_record_repeats_the_run(tmp_path:
     assert "bit for bit the same again" in again.stdout
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.usefixtures("program_server")
 def test_a_run_whose_ranks_have_all_gone_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     """Its store is behind a gate, which a rank without the secret does not pass."""

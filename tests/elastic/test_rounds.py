@@ -20,11 +20,11 @@ from tests.training import decayed_sgd, same, trainer, weights
 from thinwire import registry
 from thinwire.comm.store import local_store
 from thinwire.elastic.hearts import Watch
-from thinwire.elastic.job import Trainee
 from thinwire.elastic.meeting import Meeting
 from thinwire.elastic.membership import LeftBehind
 from thinwire.elastic.notes import Notes, StoreLost, client
 from thinwire.elastic.replay import replay
+from thinwire.elastic.trainee import Trainee
 from thinwire.errors import PeerLost, RunError, UsageError
 
 POINTS = ["gather", "hand over", "train", "exchange", "settle", "decided", "merge"]
@@ -121,6 +121,31 @@ def test_a_newcomer_has_the_state_of_the_members_before_it_counts(reducer: str) 
     if "powersgd" in reducer or "feedback" in reducer:
         assert any("residual/" in key and value.any() for key, value in states[2].items())
     assert any(row["purpose"] == "start" and row["wire_bytes"] for row in first.ledger.rows())
+
+
+@pytest.mark.parametrize("point", ["train", "exchange"])
+def test_a_newcomer_begins_anew_if_the_member_that_gave_it_the_state_is_lost(point: str) -> None:
+    """It has trained on the moments of that member: then the record would not say what it began with."""
+
+    def leave(at: str, member: Mortal) -> None:
+        if at == "train" and member.at.round == 1:
+            run.start(1)
+            while run.notes.count("lobby") < 3:
+                time.sleep(0.01)
+        if at == point and member.at.round == 2:
+            while run.members[2].trained < 2:  # the newcomer has trained, too
+                time.sleep(0.01)
+            vanish(member)
+
+    with world(job("local_sgd(every=1)", epochs=2)) as run:
+        run.start(1, min_ranks=2, before=leave)
+        run.start(1, min_ranks=2)
+    (lost,) = run.errors
+    rows = check(run).record.rows
+    assert rows[2].joined == [2]
+    assert list(rows[2].lost) == [str(lost)]
+    steps = {member.id: member.trainee.learner.optimizer.state for member in run.alive()}
+    assert all(steps.values())
 
 
 @pytest.mark.parametrize("strategy", ["local_sgd(every=2)", "diloco(every=2, reducer=powersgd(rank=1))"])

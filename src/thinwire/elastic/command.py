@@ -13,11 +13,12 @@ from thinwire.comm.world import find_world
 from thinwire.common.messages import print_line
 from thinwire.common.tensor_files import save_model
 from thinwire.config import RunConfig
-from thinwire.elastic.job import Job, Trainee, refuse_others, solo
+from thinwire.elastic.job import Job, refuse_others
 from thinwire.elastic.keeper import find_place
 from thinwire.elastic.member import Member
 from thinwire.elastic.record import Record, Row
 from thinwire.elastic.train import PATIENCE, take_part
+from thinwire.elastic.trainee import Trainee, solo
 from thinwire.errors import UsageError
 from thinwire.optim import build_optimizer
 from thinwire.run.evaluation import evaluate

@@ -11,12 +11,12 @@ from thinwire.comm.ledger import Ledger
 from thinwire.comm.process import ProcessComm
 from thinwire.data import derive_seed
 from thinwire.elastic.groups import Task, connect, let_go, share_json
-from thinwire.elastic.job import Trainee
 from thinwire.elastic.meeting import Meeting, Standing
 from thinwire.elastic.membership import LeftBehind, Membership
 from thinwire.elastic.notes import Notes, StoreLost
 from thinwire.elastic.record import Record, Row
 from thinwire.elastic.shares import Position, Shares, share_out, weights
+from thinwire.elastic.trainee import Trainee
 from thinwire.errors import RunError
 from thinwire.run.startup import seed_everything
 
@@ -54,6 +54,7 @@ class Member:
         self.trained = -1  # the last round that this rank trained its samples of
         self.losses: list[float] = []  # of those samples
         self.has_state = True  # of the run; a newcomer gets it
+        self.giver = -1  # from whom it got it
         self.after_round: Callable[[Row], None] = lambda row: None
         self.say: Callable[[str], None] = lambda text: None
 
@@ -141,18 +142,19 @@ class Member:
             return None
         assert self.comm is not None
         comm, root = self.comm, next(i for i, one in enumerate(meeting.members) if one not in newcomers)
-        found: list[dict[str, Any]] = []
+        giver, found = meeting.members[root], list[dict[str, Any]]()
+        is_new = self.id in newcomers and not (self.has_state and self.giver == giver)
 
         def share() -> None:
             found.append(share_json(comm, root, {"at": asdict(self.at), "rows": self.record.to_json()}))
-            self.trainee.hand_over(comm, root, is_new=not self.has_state)
+            self.trainee.hand_over(comm, root, is_new)
 
         if decided := self._in_vain(meeting, Task(share)):
             return decided
-        if not self.has_state:
+        if is_new:  # also if another member gave before, and was lost: then what was trained on that is void
             self.at = Position(**found[0]["at"])
             self.record.replace([Row(**row) for row in found[0]["rows"]])
-            self.has_state = True
+            self.has_state, self.giver, self.trained = True, giver, -1
         return None
 
     def train(self, meeting: Meeting) -> Meeting | None:

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from thinwire.elastic.job import Job, Trainee
+from thinwire.elastic.job import Job
 from thinwire.elastic.meeting import Meeting, Standing
 from thinwire.elastic.member import Member
 from thinwire.elastic.membership import POLL_SECONDS, LeftBehind, Membership
 from thinwire.elastic.notes import Notes
 from thinwire.elastic.record import Record, Row
 from thinwire.elastic.shares import Position
+from thinwire.elastic.trainee import Trainee
 from thinwire.errors import RunError
 
 STUCK_SECONDS = 300.0

@@ -20,13 +20,14 @@ from thinwire.comm.patience import patience_seconds
 from thinwire.comm.process_groups import without_grace
 from thinwire.common.messages import print_line
 from thinwire.elastic.groups import wait_for_closing
-from thinwire.elastic.job import Job, Trainee, solo
+from thinwire.elastic.job import Job
 from thinwire.elastic.keeper import find_place, find_store
 from thinwire.elastic.member import Member
 from thinwire.elastic.membership import LeftBehind, Membership
 from thinwire.elastic.notes import Notes, StoreLost
 from thinwire.elastic.record import Record, Row
 from thinwire.elastic.shares import Position
+from thinwire.elastic.trainee import Trainee, solo
 from thinwire.errors import RunError, UsageError
 from thinwire.run.checkpoint import Checkpoints
 from thinwire.run.startup import fingerprint

@@ -1,0 +1,205 @@
+"""One rank's copy of what is trained: a model with its optimizer, and the state that all members share."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from thinwire import registry
+from thinwire.comm.base import Comm
+from thinwire.comm.board import Board
+from thinwire.comm.collectives import coalesced
+from thinwire.comm.ledger import Ledger
+from thinwire.comm.threads import ThreadComm
+from thinwire.common.fetching import fetch
+from thinwire.common.tensors import named_persistent_buffers, to_bytes, unflatten
+from thinwire.data import derive_seed, num_samples, to_device
+from thinwire.elastic.groups import share_json
+from thinwire.elastic.job import Job, refuse_others
+from thinwire.elastic.shares import Shares
+from thinwire.errors import UsageError
+from thinwire.exchange.gradients import NoExchange
+from thinwire.exchange.parameters import ParameterAverager
+from thinwire.optim import LearningRateWatch
+from thinwire.reducers.base import ReducerState
+from thinwire.reducers.states import load_states
+from thinwire.run.states import Tree, pack, unpack
+from thinwire.strategies.learner import Learner
+from thinwire.strategies.local_sgd import Periodic
+from thinwire.strategies.recipe import Recipe
+from thinwire.surgery.moments import OptimizerState, copy_state, states_by_name
+
+
+def solo() -> Comm:
+    """A group of this rank alone."""
+    return ThreadComm(Board(1), [0], 0, "alone", Ledger(), [0])
+
+
+class Trainee:
+    """One rank's model and optimizer, and its copy of what all members share.
+
+    Shared are the agreed parameters, the outer momentum, buffers, and the states of the reducer without residuals.
+    The inner optimizer and the residuals are each rank's own; a newcomer begins with the moments of a member.
+    """
+
+    def __init__(self, job: Job) -> None:
+        refuse_others(job.strategy)
+        self.job, self.num_samples = job, num_samples(job.dataset, "the dataset")
+        self.generator = Generator(job.device)
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """A new model and a new optimizer, as a rank has them that has just come."""
+        self.lr_factor, job = 1.0, self.job
+        self.model = job.model().to(job.device)
+        self.learning_rate = LearningRateWatch(job.optimizer)
+        recipe = Recipe(
+            job.loss, self.learning_rate, lambda step: self.lr_factor, job.clip_norm, job.accumulate, job.autocast,
+            job.epochs,
+        )  # fmt: skip
+        strategy: Periodic = registry.build("strategies", job.strategy, self.model, recipe, solo())
+        rounds = strategy.rounds
+        if len(rounds.averaging.fragments) > 1 or rounds.delay:
+            raise UsageError(
+                f"elastic: {job.strategy} trains on while an exchange is in flight, and a rank that is lost then would "
+                "leave it half merged; possible: fragments=1 and wait=0"
+            )
+        self.learner: Learner = strategy.learner
+        self.every, self.averager = rounds.every, rounds.averaging
+        self.no_exchange = NoExchange(self.model)
+        self._begin_round()
+
+    def _begin_round(self) -> None:
+        """Note what a round that turns out void leaves as it was."""
+        self._moments: tuple[Tree, dict[str, Tensor]] | None = None  # at the beginning of a round with newcomers
+        self.states: list[ReducerState] = list(self.averager.states)
+        self.buffers = [buffer.detach().clone() for buffer in named_persistent_buffers(self.model).values()]
+
+    # ---- training
+
+    def train(self, shares: Shares, place: int) -> list[float]:
+        """Train one's samples of a round; returns the loss of each step."""
+        job, mine = self.job, shares.indices(place, self.job.seed)
+        seeds = [derive_seed(job.seed, shares.at.epoch, step.number, place) for step, _ in mine]
+        batches = fetch(
+            job.dataset, [indices for _, indices in mine], job.num_workers, seeds, job.device, job.collate_fn
+        )  # fmt: skip
+        losses = []
+        self.model.train()
+        for (step, _), seed, read in zip(mine, seeds, batches, strict=True):
+            self.lr_factor = job.schedule(shares.epochs_done(step), job.epochs)
+            batch = job.transform(to_device(read, job.device), self.generator.manual_seed(seed))
+            losses.append(self.learner.backward(batch, self.no_exchange))
+            self.learner.update()
+        self.learner.check_finite()
+        return [float(loss) for loss in losses]
+
+    # ---- a round of several members
+
+    def use_group(self, comm: Comm) -> None:
+        """Exchange with these members from now on.
+
+        What exchanges is new, with copies: an exchange that was given up may still write into its own.
+        """
+        before = self.averager
+        self.averager = ParameterAverager(self.model, before.reducer, comm, 1, before.outer)
+        self.averager.agreed.copy_(before.agreed)
+        self.averager.momentum.copy_(before.momentum)
+        self.averager.states = list(self.states)
+
+    def start_exchange(self, weight: float) -> None:
+        """Start to average how far the members have moved."""
+        self.averager.weight = weight
+        self.averager.start(with_snapshot=False)
+
+    def is_over(self) -> bool:
+        """Whether all results of the exchange are here, or an error."""
+        return all(work.future.done() for exchange in self.averager.in_flight for work in exchange.work)
+
+    def result(self) -> None:
+        """Raise the error of an exchange that failed."""
+        self.averager.in_flight[0].wait()
+
+    def merge(self) -> None:
+        """Take the result of the exchange, which is committed."""
+        self.averager.merge()
+        self._begin_round()
+
+    def discard(self) -> None:
+        """Forget the exchange: everything is as before it. Call `use_group` before the next one."""
+        self.averager.in_flight.clear()
+        self.averager.states = list(self.states)
+
+    # ---- what all members share
+
+    @torch.no_grad()
+    def hand_over(self, comm: Comm, root: int, is_new: bool) -> None:
+        """Give newcomers the state of the beginning of this round, from the member at place `root`: what all share, and
+        the moments of that member's optimizer."""
+        shared = self._shared()
+        given = shared if is_new else [tensor.clone() for tensor in shared]
+        moments = self._hand_over_moments(comm, root)
+        with comm.ledger.purpose("start"):
+            coalesced(given, lambda flat: comm.broadcast(flat, root))
+        if not is_new:
+            return
+        for bucket in self.averager.buckets:
+            torch._foreach_copy_(bucket.x, unflatten(self.averager.agreed[bucket.place], bucket.x))
+        for buffer, value in zip(named_persistent_buffers(self.model).values(), self.buffers, strict=True):
+            buffer.copy_(value)
+        self.learner.new_optimizer(moments)
+        self._begin_round()
+
+    def _hand_over_moments(self, comm: Comm, root: int) -> dict[str, OptimizerState]:
+        """The moments of the member at place `root`, as they were before it trained its samples of this round."""
+        if self._moments is None:
+            tensors: dict[str, Tensor] = {}
+            self._moments = pack(states_by_name(self.model, self.learner.optimizer), tensors), tensors
+        tree, own = self._moments
+        outline = {path: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for path, tensor in own.items()}
+        tree, outline = share_json(comm, root, [tree, outline])
+        found = {path: torch.zeros(shape, dtype=getattr(torch, dtype)) for path, (shape, dtype) in outline.items()}
+        if comm.rank == root:
+            found = own
+        with comm.ledger.purpose("start"):
+            coalesced(list(found.values()), lambda flat: comm.broadcast(flat, root))
+        states: dict[str, OptimizerState] = unpack(tree, found)
+        return {name: copy_state(one, self.job.device) for name, one in states.items()}
+
+    def _shared(self) -> list[Tensor]:
+        """Of the beginning of the round: the parameters and buffers of the model may have moved on since."""
+        states = [state[key] for state in self.states for key in sorted(state) if "residual/" not in key]
+        frozen = [p.detach() for p in self.model.parameters() if not p.requires_grad]
+        return [self.averager.agreed, self.averager.momentum, *states, *self.buffers, *frozen]
+
+    def checksums(self) -> dict[str, int]:
+        """Of the agreed parameters with the buffers, and of the outer momentum."""
+        return {
+            "agreed": _checksum([self.averager.agreed, *self.buffers]), "momentum": _checksum([self.averager.momentum])
+        }  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that this rank needs to go on at the beginning of a round."""
+        return {
+            "learner": self.learner.state_dict(), "agreed": self.averager.agreed, "momentum": self.averager.momentum,
+            "reducer": self.averager.states,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+        self.learner.load_state_dict(state["learner"])
+        self.averager.agreed.copy_(state["agreed"])
+        self.averager.momentum.copy_(state["momentum"])
+        self.averager.states = load_states(self.averager.states, state["reducer"])
+        self._begin_round()
+
+
+def _checksum(tensors: list[Tensor]) -> int:
+    value = 0
+    for tensor in tensors:
+        data: Any = to_bytes(tensor.detach().cpu()).numpy()
+        value = zlib.crc32(data, value)
+    return value
