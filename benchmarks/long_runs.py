@@ -8,7 +8,8 @@ steps, a row of metrics every 100. The run is stopped after 500 steps and resume
 the rest. tw.attach and tw.rounds run in a loop that saves and loads their state every 500 steps, and ends and begins
 the exchange every 1,000. After every 1,000 steps each rank looks at its own process. The first 2,000 steps are warm-up:
 what grows there is what a run fills once. Growth is that from the first sample after it to the last, per 1,000 steps,
-of the rank where it is largest.
+of the rank where it is largest. A run is flat if in its last 3,000 steps no count grows (of objects, by at most 5 per
+1,000 steps) and memory by at most 128 KiB per 1,000 steps.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ from pathlib import Path
 from conditions import Found, where
 from floor_render import markdown, with_section
 
-WARM_UP = 2000
+WARM_UP = 2000  # steps in which a run fills what it fills once
+LAST = 3000  # steps by which it is judged
 SECTION = "long-runs"
 COUNTS = {"threads": 0.0, "descriptors": 0.0, "groups": 0.0, "tensors": 0.0, "objects": 5.0, "ledger_totals": 0.0,
           "timeline_spans": 0.0, "temporary_files": 0.0}  # fmt: skip
@@ -17,16 +18,12 @@ FLAT = {**COUNTS, "rss_bytes": RSS_BYTES}  # growth per 1,000 steps up to which 
 FILES = ("metrics_bytes", "ledger_bytes", "timeline_bytes")
 
 
-def kept(samples: list[dict[str, int]]) -> list[dict[str, int]]:
-    """The samples after the warm-up: of a short run, its second half."""
-    after = [one for one in samples if one["step"] >= WARM_UP]
-    return after if len(after) > 2 else samples[len(samples) // 2 :]
-
-
-def growth(row: Found, name: str) -> float:
-    """Per 1,000 steps after the warm-up, of the rank where it is largest."""
+def growth(row: Found, name: str, begin: int = WARM_UP) -> float:
+    """Per 1,000 steps from a step on (of a short run, in its second half), of the rank where it is largest."""
     found = []
-    for samples in map(kept, row["samples"]):
+    for every in row["samples"]:
+        after = [one for one in every if one["step"] >= begin]
+        samples = after if len(after) > 2 else every[len(every) // 2 :]
         first, last = samples[0], samples[-1]
         steps = max(1, last["step"] - first["step"])
         found.append(1000 * (last.get(name, 0) - first.get(name, 0)) / steps)
@@ -39,8 +36,20 @@ def highest(row: Found, name: str) -> int:
 
 
 def growing(row: Found) -> list[str]:
-    """What grows."""
-    return [name for name, most in FLAT.items() if growth(row, name) > most]
+    """What grows in the last steps. Before, strategies may begin new phases, which hold more.
+
+    Counts go up and down: of a group that is new, not all connections are there. So the most of the last two samples is
+    compared with the most of those before.
+    """
+    begin = row["samples"][0][-1]["step"] - LAST
+    found = ["rss_bytes"] if growth(row, "rss_bytes", begin) > RSS_BYTES else []
+    for samples in row["samples"]:
+        last = [one for one in samples if one["step"] >= begin]
+        for name, most in COUNTS.items():
+            before, now = (max(one.get(name, 0) for one in part) for part in (last[:-2] or samples[:1], last[-2:]))
+            if now - before > 2 * most and name not in found:
+                found.append(name)
+    return found
 
 
 def verdict(row: Found) -> str:
@@ -58,13 +67,14 @@ def row_summary(row: Found) -> str:
 
 def table(results: Found) -> tuple[list[str], list[list[str]]]:
     """What is held at the end, and its growth per 1,000 steps in brackets."""
-    heads = ["run", "memory, MiB", "threads", "descriptors", "groups", "tensors", "objects", "ledger, rows",
-             "written, kB", "verdict"]  # fmt: skip
+    heads = ["run", "memory, MiB", "in the last 3,000", "threads", "descriptors", "groups", "tensors", "objects"]
+    heads += ["ledger, rows", "written, kB", "verdict"]
     rows = []
     for row in (one for one in results["rows"] if "failed" not in one):
         memory = f"{highest(row, 'rss_bytes') / 2**20:.0f} ({growth(row, 'rss_bytes') / 2**20:+.2f})"
         names = ("threads", "descriptors", "groups", "tensors", "objects", "ledger_totals")
-        cells = [f"{highest(row, name)} ({growth(row, name):+.4g})" for name in names]
+        cells = [f"{growth(row, 'rss_bytes', row['samples'][0][-1]['step'] - LAST) / 2**20:+.2f}"]
+        cells += [f"{highest(row, name)} ({growth(row, name):+.4g})" for name in names]
         written = sum(highest(row, name) for name in FILES) / 1000, sum(growth(row, name) for name in FILES) / 1000
         files = f"{written[0]:.0f} ({written[1]:+.1f})" if written[0] else "–"
         rows.append([f"`{row['spec'] or row['name']}`", memory, *cells, files, verdict(row)])
