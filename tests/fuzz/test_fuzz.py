@@ -158,9 +158,10 @@ def test_rows(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n\xff\n{"step": 2', encoding="latin-1")
     assert read_rows(path) == [{"step": 1}]
-    path.write_text('{"step": 1}\n[3]\n')
-    with pytest.raises(UsageError, match=r"line 2 of .*metrics\.jsonl"):
-        read_rows(path)
+    for line in ("[3]", '{"step": 2, "test_accuracy": 90}', '{"step": 2, "seconds": 1e308}'):
+        path.write_text(f'{{"step": 1}}\n{line}\n')
+        with pytest.raises(UsageError, match=r"line 2 of .*metrics\.jsonl"):
+            read_rows(path)
 
 
 @pytest.mark.parametrize(

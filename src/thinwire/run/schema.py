@@ -13,7 +13,7 @@ from thinwire.run.network import LinkState
 from thinwire.strategies.series import Draw
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 
 
 def _of_links(sent: dict[str, int]) -> dict[str, int]:
@@ -158,6 +158,8 @@ class ReadRow(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if name.startswith("test_") and not isinstance(value, int | float | None):
                 raise ValueError(f"{name} is no number")
+            if name.startswith("test_") and self.epoch is None:
+                raise ValueError(f"{name} without an epoch")
         part = (self.epoch, self.train_seconds, self.part_strategy, self.training_bytes, self.training_bytes_between)
         if self.part and self.part_strategy is not None and None in part:
             raise ValueError("a part of a sequence without its epoch, seconds or bytes")
