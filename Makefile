@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test quick check fuzz golden docs release lowest browser cluster launchers ray install clean
+.PHONY: demo test quick check fuzz golden docs release lowest browser cluster launchers tunnel ray install clean
 
 demo: install  ## compare strategies on two nodes with a real link of 100 Mbit/s between them
 	$(BIN)/thinwire compare data_parallel "data_parallel(reducer=maxnorm(bits=4))" "data_parallel(reducer=powersgd(rank=4))" local_sgd diloco "daso(warmup_epochs=1, cooldown_epochs=1)" "ab(cutoff=0.3)" "ist(local_steps=32)" "local_parallel(blocks=2)" "pipeline(blocks=2)" "sequence([ab(cutoff=0.3), data_parallel(reducer=maxnorm(bits=4))])" auto --task digits --epochs 10 --ranks 4 --nodes 2 --link 100mbit --seeds 2 --target 95 --baseline alone
@@ -46,13 +46,18 @@ browser:  ## Debian's chromium, which looks at report.html and at the site; with
 	&& apt-get update -qq > /dev/null && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium > /dev/null; } \
 	|| echo "chromium cannot be installed here: report.html and the site will not be looked at"
 
-cluster: install launchers  ## thinwire under mpirun and under a real Slurm of two nodes, which is started on this machine
+cluster: install launchers tunnel  ## thinwire under mpirun and a real Slurm of two nodes, started here, and through WireGuard
 	$(BIN)/python -m pytest tests/cluster
 
 launchers:  ## Debian's Slurm and Open MPI; tests of what is not there are skipped
 	@{ command -v slurmctld && command -v slurmd && command -v munged && command -v srun && command -v mpirun; } > /dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && echo "installing Slurm and Open MPI" \
 	&& apt-get update -qq > /dev/null && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge openmpi-bin > /dev/null; } \
 	|| echo "Slurm and Open MPI cannot be installed here: tests of what is missing will be skipped"
+
+tunnel:  ## Debian's WireGuard, which works without the Linux kernel's module; without it, its test is skipped
+	@{ command -v wg && command -v wireguard-go && command -v ip; } > /dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && echo "installing WireGuard" \
+	&& apt-get update -qq > /dev/null && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends wireguard-tools wireguard-go iproute2 > /dev/null; } \
+	|| echo "WireGuard cannot be installed here: its test will be skipped"
 
 ray: install  ## the tests with Ray Train, which is 500 MB and so is not installed for the others
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[ray]"

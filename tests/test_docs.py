@@ -127,6 +127,13 @@ def test_the_readme_shows_what_was_measured() -> None:
     assert readme["picture"](results) == (ROOT / "docs" / "readme.svg").read_text()
 
 
+def test_the_page_on_security_shows_what_was_measured() -> None:
+    wireguard = runpy.run_path(str(ROOT / "benchmarks" / "wireguard.py"))
+    results = json.loads((ROOT / "docs" / "wireguard.json").read_text())
+    assert wireguard["table"](results) in (ROOT / "docs" / "security.md").read_text()
+    assert all(one["wireguard"]["captured"]["marked"] == 0 < one["clear"]["captured"]["marked"] for one in results)
+
+
 def test_the_page_on_speed_shows_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To draw it again: python benchmarks/floor.py --render docs."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))

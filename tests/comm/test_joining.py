@@ -11,6 +11,7 @@ import pytest
 
 from tests import programs
 from tests.comm.test_store import free_port
+from thinwire.comm.store import local_store
 
 SCRIPT = """
 import torch
@@ -28,12 +29,14 @@ SECRET, OTHER = "a secret that no other program knows", "a secret that was chang
 pytestmark = pytest.mark.usefixtures("program_server")
 
 
-def join(folder: Path, secrets: Sequence[str | None], wait_for: Sequence[int]) -> list[str]:
+def join(
+    folder: Path, secrets: Sequence[str | None], wait_for: Sequence[int], port: str = "", **more: str
+) -> list[str]:
     """Start a rank with each secret, and wait for some of them; what those print, errors too."""
     script = folder / "joins.py"
     script.write_text(SCRIPT)
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port("127.0.0.1"), "WORLD_SIZE": str(len(secrets))}
-    env = {**os.environ, **world, "PYTHONPATH": str(programs.ROOT)}
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port or free_port("127.0.0.1"), "WORLD_SIZE": str(len(secrets))}
+    env = {**os.environ, **world, "PYTHONPATH": str(programs.ROOT), **more}
     started = [
         subprocess.Popen(
             [*programs.PYTHON, str(script)], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -55,6 +58,15 @@ def test_ranks_with_a_secret_get_what_ranks_without_one_get(tmp_path: Path) -> N
     assert all(len(printed.split()) == 2 for printed in with_secret)
 
 
+def test_under_torchrun_the_store_with_a_secret_is_beside_that_of_torchrun(tmp_path: Path) -> None:
+    torchruns = local_store(2)
+    torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "7"}
+    first, second = join(tmp_path, [SECRET] * 2, range(2), port=str(torchruns.port), **torchrun)
+    assert [len(printed.split()) for printed in (first, second)] == [2, 2], first
+    assert first.split()[1] == second.split()[1]
+    assert torchruns.num_keys() <= 1, "nobody has written to it but itself"
+
+
 @pytest.mark.parametrize(
     ("secrets", "why"),
     [
@@ -68,5 +80,4 @@ def test_ranks_with_a_secret_get_what_ranks_without_one_get(tmp_path: Path) -> N
 def test_a_rank_that_may_not_join_says_why(secrets: tuple[str | None, ...], why: str, tmp_path: Path) -> None:
     (printed,) = join(tmp_path, secrets, [1])
     assert why in printed
-    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in printed) == (secrets[0] is None), "as with torchrun's store"
     assert not any(secret in printed for secret in (SECRET, OTHER, "short;"))

@@ -178,9 +178,7 @@ def answer(gate: socket.socket, secret: Secret, until: float) -> None:
         raise ConnectionResetError(f"{where} closed the connection") from None
     except TimeoutError:
         raise UsageError(
-            f"this rank has a secret, but the store at {where} asks for none; give rank 0 the same secret. "
-            "torchrun opens a store of its own, which no secret protects: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on "
-            "all machines, so that rank 0 opens the store, or start ranks by srun or mpirun"
+            f"this rank has a secret, but the store at {where} asks for none; give rank 0 the same secret"
         ) from None
     about = _spell(gate.getpeername()), theirs, nonce
     send(gate, RANK + nonce + secret.prove("rank", *about), until)

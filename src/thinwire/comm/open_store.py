@@ -17,16 +17,12 @@ STORE_SECONDS = 300.0  # that an operation of a store waits unless it says how l
 
 @dataclass(frozen=True)
 class OpenStore:
-    """A store, the address at which others reach it too, and the gate in front of it or the passage to one."""
+    """A store, the address and port at which all ranks reach it, and the gate in front of it or the passage to one."""
 
     store: dist.TCPStore
     address: str
+    port: int
     door: Gate | Passage | None = None
-
-    @property
-    def port(self) -> int:
-        """The port at which ranks reach the store: of the gate, if there is one."""
-        return self.store.port if self.door is None else self.door.port
 
     def close(self) -> None:
         """End the connections through a gate. The store itself ends with the last that refers to it."""
@@ -48,23 +44,25 @@ def open_store(
     b'value'
     """
     if secret is None:
-        return OpenStore(_listen_at(address, port, num_ranks, seconds), address)
+        store = _listen_at(address, port, num_ranks, seconds)
+        return OpenStore(store, address, store.port)
     store = _listen_at("127.0.0.1", 0, num_ranks, seconds)
-    return OpenStore(store, address, Gate(address, port, store.port, secret))
+    gate = Gate(address, port, store.port, secret)
+    return OpenStore(store, address, gate.port, gate)
 
 
 def reach_store(
     num_ranks: int, address: str, port: int, seconds: float = STORE_SECONDS, secret: Secret | None = None
 ) -> OpenStore:
     """The store that another process has opened, or will open within so many seconds."""
-    door, host = None, address
+    door, here = None, (address, port)
     if secret is None:
         refuse_gate(address, port, time.monotonic() + seconds)
     else:
         door = Passage(address, port, secret, seconds)
-        host, port = "127.0.0.1", door.port
+        here = ("127.0.0.1", door.port)
     timeout = datetime.timedelta(seconds=seconds)
-    return OpenStore(dist.TCPStore(host, port, num_ranks, False, timeout, wait_for_workers=False), address, door)
+    return OpenStore(dist.TCPStore(*here, num_ranks, False, timeout, wait_for_workers=False), address, port, door)
 
 
 def _listen_at(address: str, port: int, num_ranks: int, seconds: float) -> dist.TCPStore:

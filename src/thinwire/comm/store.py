@@ -28,6 +28,7 @@ JOIN_SECONDS = 300.0  # unless a patience is given: who is not here by then has 
 RESOLVE_SECONDS = 60  # names of containers may be unknown for a while; one that is unknown for longer is a mistake
 WAIT_QUIETLY_SECONDS = 10  # before a rank prints that it waits for others
 JOIN_VARIABLE = "THINWIRE_JOIN"  # set for processes that join in place of others: a name for the keys of this join
+RUN_ID = "thinwire"  # of the ranks that thinwire starts itself
 _joins = itertools.count()
 _stores: dict[World, OpenStore] = {}  # kept for the life of the process
 
@@ -44,7 +45,7 @@ def rendezvous(
     """
     if world.size == 1:
         return dist.HashStore()
-    world = _with_address(world, iface)
+    world = _placed(world, iface, secret)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     within = os.environ.get(JOIN_VARIABLE, "world")
     where, seconds = f"{world.address}:{world.port}", patience or JOIN_SECONDS
@@ -79,12 +80,16 @@ def _missing(store: dist.Store | None, world: World) -> str:
     return ""
 
 
-def address_met_at(world: World, iface: str = AUTO) -> str:
-    """The address of the store at which this process has met the others."""
-    return _stores[_with_address(world, iface)].address
+def met_at(world: World, iface: str = AUTO, secret: Secret | None = None) -> tuple[str, int]:
+    """The address and the port of the store at which this process has met the others."""
+    opened = _stores[_placed(world, iface, secret)]
+    return opened.address, opened.port
 
 
-def _with_address(world: World, iface: str) -> World:
+def _placed(world: World, iface: str, secret: Secret | None) -> World:
+    """The world with the address and the port of its store."""
+    if secret is not None and _has_torchruns_store():
+        world = replace(world, port=world.port + 1)  # torchrun's own store asks nobody for a secret
     if iface != AUTO and world.local_size == world.size and not os.environ.get("MASTER_ADDR"):
         return replace(world, address=addresses_of(iface)[0])  # all ranks are on this machine
     return world
@@ -100,7 +105,7 @@ def _store_of(world: World, iface: str, seconds: float, secret: Secret | None) -
 def _open_store(world: World, iface: str, seconds: float = JOIN_SECONDS, secret: Secret | None = None) -> OpenStore:
     """The launcher's store if it has one, else one that rank 0 opens."""
     is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if world.rank or is_hosted:
+    if world.rank or (is_hosted and not (secret and _has_torchruns_store())):
         return reach_store(world.size, world.address, world.port, seconds, secret)
     addresses = _on_interface(world, iface) if iface != AUTO else _resolve_master(world)
     if world.address not in (*addresses, "localhost") and _is_unreachable_for_others(world, addresses):
@@ -123,6 +128,12 @@ def _open_store(world: World, iface: str, seconds: float = JOIN_SECONDS, secret:
         f"rank 0 listens at MASTER_ADDR, but {_spelled(world.address, addresses)} is no address of this machine "
         f"({socket.gethostname()}), which has {', '.join(own_addresses())}; {_what_to_set()}"
     )
+
+
+def _has_torchruns_store() -> bool:
+    """Whether torchrun itself has opened a store, and not a process of thinwire."""
+    of_thinwire = JOIN_VARIABLE in os.environ or os.environ.get("TORCHELASTIC_RUN_ID") == RUN_ID
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not of_thinwire
 
 
 def _on_interface(world: World, iface: str) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from thinwire.comm.open_store import OpenStore, open_store
 from thinwire.comm.secret import Secret
+from thinwire.comm.store import RUN_ID
 from thinwire.comm.world import DEFAULT_PORT
 from thinwire.common.messages import print_line
 from thinwire.errors import RunError, UsageError
@@ -84,7 +85,7 @@ class LocalRendezvous(RendezvousHandler):
         return 0
 
     def get_run_id(self) -> str:
-        return "thinwire"
+        return RUN_ID
 
     def shutdown(self) -> bool:
         self._close()

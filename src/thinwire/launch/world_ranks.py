@@ -49,13 +49,14 @@ class WorldRanks:
     patience: float | None = None  # that was asked for
 
     def __init__(self, world: World, iface: str, secret_file: Path | None = None, patience: str | None = None) -> None:
-        from thinwire.comm.store import address_met_at, rendezvous
+        from thinwire.comm.store import met_at, rendezvous
 
         self.world = world
         start_fork_server()  # which imports while ranks meet
         self.patience = None if patience is None else patience_seconds(patience)
-        self.store = cast(Any, rendezvous(world, iface, self.patience, read_secret(secret_file)))
-        self.address = address_met_at(world, iface)  # of the store, as this rank reaches it
+        secret = read_secret(secret_file)
+        self.store = cast(Any, rendezvous(world, iface, self.patience, secret))
+        self.address, self.port = met_at(world, iface, secret)  # of the store, as this rank reaches it
         self.num_orders = self.num_gathers = 0
         self.nodes = number_nodes([tuple(key) for key in self.gather(node_key(world))])
 
@@ -181,6 +182,7 @@ class WorldRanks:
         with scratch_folder() as scratch:
             # A store is there, with other keys.
             env = {"TORCHELASTIC_USE_AGENT_STORE": "True", JOIN_VARIABLE: run, "MASTER_ADDR": self.address}
+            env |= {"MASTER_PORT": str(self.port)}
             payload = {
                 "program": order["program"], "config": config.model_dump(mode="json"), "link": order["link"],
                 "progress_file": progress_file and str(progress_file), "env": env, "parent": os.getpid(),
