@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 import thinwire as tw
 from tests.training import batches, seeded, spec_of, trainer
@@ -74,10 +75,12 @@ def trained_for_long(comm: Comm, spec: str) -> list[dict[str, int]]:
                 gc.collect()
                 objects = gc.get_objects()
                 process = {
+                    "tensors": sum(issubclass(type(one), Tensor) for one in objects),
                     "threads": threading.active_count(),
                     "descriptors": len(os.listdir("/proc/self/fd")),
                     "groups": sum(issubclass(type(one), Comm) for one in objects),
                 }  # fmt: skip
+                del objects  # which would keep all of them
             else:
                 process = {}
             comm.barrier()
