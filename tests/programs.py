@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent.parent
 SOCKET = str(Path(tempfile.gettempdir(), f"tw-programs-{os.getpid()}"))
 PYTHON = [sys.executable, "-SE", __file__, SOCKET, "null"]  # takes the arguments of Python: -m module, or a script
+CLONE_NEWNS = 0x20000  # of Linux: mount namespaces
 NOTE = "PROGRAM_NOTE"  # a file descriptor to which the number of the program's session is written
 MODULES = (
     "thinwire.cli",
@@ -51,6 +52,11 @@ MODULES = (
 def python_on(host: Host) -> list[str]:
     """As PYTHON, on a netlab host."""
     return [*PYTHON[:-1], json.dumps(asdict(host))]
+
+
+def python_in(mounts: str, user: str | None) -> list[str]:
+    """As PYTHON, in the mount namespace at a path in /proc, and in a user namespace."""
+    return [*PYTHON[:-1], json.dumps({"mounts": mounts, "user": user})]
 
 
 def start_server() -> subprocess.Popen[bytes]:
@@ -169,7 +175,14 @@ def become(
         import torch
 
         torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
-    if host is not None:
+    if host is not None and "mounts" in host:
+        from thinwire.netlab import linux
+
+        if host["user"] is not None:
+            linux.setns(host["user"], linux.CLONE_NEWUSER)
+        linux.setns(host["mounts"], CLONE_NEWNS)
+        os.chdir(cwd)
+    elif host is not None:
         from thinwire.netlab import Host
 
         Host(**host).enter()

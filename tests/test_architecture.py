@@ -57,6 +57,7 @@ MAY_USE_DISTRIBUTED = {
     "elastic/notes",
     "launch/agent",
     "launch/failures",
+    "launch/local_ranks",
     "launch/rendezvous",
 }
 

@@ -226,6 +226,7 @@ def test_an_error_in_users_code_shows_its_rank_and_traceback(strategy: str, tmp_
 
 
 def test_a_killed_launcher_leaves_no_rank_behind(tmp_path: Path) -> None:
+    before = set(os.listdir(SCRATCH))
     process = start(
         "train", "--task", noisy(fault="slow"), "--ranks", "2", "--epochs", "50", "--out", str(tmp_path / "run")
     )
@@ -233,6 +234,21 @@ def test_a_killed_launcher_leaves_no_rank_behind(tmp_path: Path) -> None:
         if (tmp_path / "run" / "metrics.jsonl").exists():
             break
         time.sleep(0.05)
+    process.kill()
+    process.communicate(timeout=30)
+    assert session_members(process.pid) == []
+    left = set(os.listdir(SCRATCH)) - before
+    assert all(name.startswith(f"thinwire-{process.pid}-") for name in left), "a later run knows what to remove"
+
+
+def test_a_launcher_that_is_killed_while_its_processes_import_leaves_none_behind(tmp_path: Path) -> None:
+    process = start("train", "--ranks", "2", "--out", str(tmp_path / "run"))
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    for _ in range(6000):
+        commands = [Path(f"/proc/{pid}/cmdline") for pid in children.read_text().split()]
+        if any(b"forkserver" in command.read_bytes() for command in commands if command.exists()):
+            break
+        time.sleep(0.005)
     process.kill()
     process.communicate(timeout=30)
     assert session_members(process.pid) == []

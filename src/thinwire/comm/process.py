@@ -24,7 +24,7 @@ from thinwire.comm.process_groups import (
     new_group_pair,
     peer_errors,
     timeout_of,
-)
+)  # fmt: skip
 from thinwire.comm.process_work import TorchWork
 from thinwire.comm.secret import Secret
 from thinwire.comm.watch import Watch
@@ -73,14 +73,13 @@ class ProcessComm(WatchedComm):
 
     def split(self, groups: Sequence[Sequence[int]], link: str) -> ProcessComm:
         own = find_own_group(groups, self.rank, self.size)
-        members, nodes = [self.members[r] for r in own], [self.nodes[r] for r in own]
+        self.meet("split")  # a rank that is gone is missed here; what follows waits for all that are to come
         pair = self._split_groups(groups, own)
         check_peers(pair, self.secret)
-        name = f"{self.name}/{self._num_splits}"
-        about = self.ledger, self.wire_device, nodes, self.secret, self.watch, name
-        subgroup = ProcessComm(pair, members, link, *about)
-        self._subgroups.append(subgroup)
-        return subgroup
+        members, nodes = [self.members[r] for r in own], [self.nodes[r] for r in own]
+        about = self.ledger, self.wire_device, nodes, self.secret, self.watch, f"{self.name}/{self._num_splits}"
+        self._subgroups.append(ProcessComm(pair, members, link, *about))
+        return self._subgroups[-1]
 
     def _split_groups(self, groups: Sequence[Sequence[int]], own: Sequence[int]) -> GroupPair:
         """The whole world makes groups that torch knows, because pipelines need them; a part of it makes its own."""

@@ -103,6 +103,13 @@ def wait_for_message(work: Any, group: dist.ProcessGroup) -> None:
     work.wait() if timeout is None else work.wait(timeout)
 
 
+def meet(group: ProcessGroup) -> None:
+    """Return once every rank of a gloo group is here; PeerLost if one is gone. It is in no ledger."""
+    if backend_of(group) == "gloo":
+        with peer_errors():
+            group.barrier().wait()
+
+
 @contextmanager
 def peer_errors() -> Iterator[None]:
     """Turn torch's connection errors into PeerLost."""

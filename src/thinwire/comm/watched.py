@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 from thinwire.comm.base import Comm
-from thinwire.comm.process_groups import ProcessGroup, give_grace, lengthen_timeout
+from thinwire.comm.process_groups import ProcessGroup, give_grace, lengthen_timeout, meet
 from thinwire.comm.watch import Watch
 from thinwire.comm.whereabouts import Operation
 from thinwire.errors import PeerLost
@@ -38,6 +38,11 @@ class WatchedComm(Comm):
         if peer is None:
             return self.watch.begin(self.name, self.members, *about)
         return self.watch.begin_message(self.name, self.members[peer], *about)
+
+    def meet(self, op: str) -> None:
+        """Return once all ranks are here, for an operation; PeerLost if one is gone."""
+        with self.inside(self.begin(op)):
+            meet(self.group)
 
     @contextmanager
     def inside(self, begun: Operation | None) -> Iterator[None]:

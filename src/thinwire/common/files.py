@@ -13,6 +13,11 @@ from pathlib import Path
 from thinwire.errors import RunError
 
 
+def scratch_prefix() -> str:
+    """What names of temporary folders of this process begin with, so that others know when nobody needs them."""
+    return f"thinwire-{os.getpid()}-"
+
+
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
     """A temporary folder, removed at the end. Those that killed processes of this user left behind are removed too."""
@@ -21,7 +26,7 @@ def scratch_folder() -> Iterator[Path]:
         pid = left.name.split("-")[1]
         if pid.isdigit() and not Path("/proc", pid).exists() and left.lstat().st_uid == os.getuid():
             shutil.rmtree(left, ignore_errors=True)  # does not follow a symbolic link
-    with tempfile.TemporaryDirectory(prefix=f"thinwire-{os.getpid()}-") as path:
+    with tempfile.TemporaryDirectory(prefix=scratch_prefix()) as path:
         yield Path(path)
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import select
 import signal
 import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,9 @@ from thinwire.comm.secret import read_secret
 from thinwire.comm.world import place
 from thinwire.common.files import scratch_folder
 from thinwire.config import RunConfig
-from thinwire.errors import Stopped, UsageError
+from thinwire.errors import Stopped
 from thinwire.launch.failures import Failure, first_cause
+from thinwire.launch.fork_server import end_with, start_fork_server
 from thinwire.netlab import Host, Lab
 from thinwire.run.network import LinkReport, check_link
 from thinwire.run.records import RunFolder
@@ -60,32 +59,15 @@ def start_ranks(
     if lab is not None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns that the hosts have no names
     start_fork_server()
+    from thinwire.launch.local_ranks import local_ranks  # imports torch, as the fork server does meanwhile
+
     with scratch_folder() as scratch:
         tempfile.tempdir = str(scratch)  # torch leaves files behind when ranks fail
         try:
-            return _run_agent(config, payload, str(scratch))
+            with local_ranks():
+                return _run_agent(config, payload, str(scratch))
         finally:
             tempfile.tempdir = None
-
-
-def start_fork_server() -> None:
-    """Start one process that imports torch (and what optimizers import on first use) and forks the ranks.
-
-    So ranks start at once and share its memory.
-    """
-    multiprocessing.set_forkserver_preload(["thinwire.run.worker", "torch._dynamo"])
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: only the launcher handles Ctrl-C
-    try:
-        forkserver.ensure_running()
-    except OSError as error:
-        if "AF_UNIX path too long" not in str(error):
-            raise
-        raise UsageError(
-            f"the folder for temporary files, {tempfile.gettempdir()}, has too long a name for a socket; set TMPDIR to "
-            "a shorter one, as TMPDIR=/tmp"
-        ) from None
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _run_agent(config: RunConfig, payload: dict[str, Any], scratch: str) -> Any:
@@ -169,10 +151,3 @@ def rank_main(payload: dict[str, Any]) -> Any:
     except Exception as error:
         Failure(rank, type(error).__name__, str(error)).write(Path(payload["failures"]))
         raise
-
-
-def end_with(launcher_pid: int) -> None:
-    """End this process when the launcher has ended, which would otherwise leave it behind if it was killed."""
-    with suppress(OSError):  # it has ended already
-        select.select([os.pidfd_open(launcher_pid)], [], [])  # readable once it has ended
-    os._exit(1)

@@ -20,7 +20,7 @@ from thinwire.elastic.notes import Notes, client
 from thinwire.elastic.record import Record
 from thinwire.elastic.replay import Seat, play, refuse_difference, seats
 from thinwire.errors import RunError, UsageError
-from thinwire.launch.agent import start_fork_server
+from thinwire.launch.fork_server import start_fork_server
 from thinwire.run.records import RunFolder
 from thinwire.run.startup import use_device
 

@@ -28,8 +28,9 @@ from thinwire.common.durations import format_duration
 from thinwire.common.files import scratch_folder, write_text
 from thinwire.common.messages import print_line
 from thinwire.config import RunConfig
-from thinwire.launch.agent import end_with, start_fork_server, train
+from thinwire.launch.agent import train
 from thinwire.launch.failures import Failure, WorldLost, cause_of, ended, first_of
+from thinwire.launch.fork_server import end_with, start_fork_server
 from thinwire.run.network import LinkReport, measure_link
 from thinwire.run.records import RunFolder
 

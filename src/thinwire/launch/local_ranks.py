@@ -1,0 +1,54 @@
+"""The processes of the ranks, as torch's elastic agent watches them, with an end that a killed rank cannot hold up."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.distributed.elastic import multiprocessing as elastic
+
+
+class Finished:
+    """What ranks that have done their work wait for: that the launcher has read every result.
+
+    torch takes an Event of multiprocessing. Its `set` waits until each process that it wakes is awake, so it waits for
+    ever if one was killed just before.
+    """
+
+    def __init__(self) -> None:
+        self.reader, self.writer = multiprocessing.get_context("forkserver").Pipe(duplex=False)
+
+    def __getstate__(self) -> Any:
+        return self.reader  # ranks do not get the other end, so they go on too when the launcher has ended
+
+    def __setstate__(self, reader: Any) -> None:
+        self.reader = reader
+
+    def set(self) -> None:
+        """Let all go on."""
+        self.writer.send_bytes(b"read")
+
+    def wait(self) -> None:
+        """Wait for `set`. Nobody takes the message out of the pipe, so all see it."""
+        self.reader.poll(None)
+
+
+class LocalRanks(elastic.MultiprocessContext):
+    """torch's context of processes with `Finished` in place of its event."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._worker_finished_event: Any = Finished()
+
+
+@contextmanager
+def local_ranks() -> Iterator[None]:
+    """Inside, torch's agents start ranks in this way."""
+    module: Any = elastic
+    before, module.MultiprocessContext = module.MultiprocessContext, LocalRanks
+    try:
+        yield
+    finally:
+        module.MultiprocessContext = before
