@@ -1,6 +1,6 @@
 """Ranks are killed and started at random while an elastic run goes on, on hosts with a slow link.
 
-python -m benchmarks.elastic --minutes 10 --out docs/elastic.json
+    python benchmarks/elastic.py --minutes 10 --epochs 110 --model 'mlp(width=512, depth=3)' --out docs/elastic.json
 
 Every 20 s one of four ranks is killed (-9), or one is started in a free place. Undisturbed runs of other seeds show how
 much the loss varies by itself. At the end the recorded membership is run again, and compared bit for bit.

@@ -144,6 +144,13 @@ def test_the_page_on_speed_shows_what_was_measured(tmp_path: Path, monkeypatch: 
         assert file.read_text() == (ROOT / "docs" / file.name).read_text(), file.name
 
 
+def test_the_page_on_elastic_runs_shows_what_was_measured() -> None:
+    table = runpy.run_path(str(ROOT / "benchmarks" / "elastic.py"))["table"]
+    measured = json.loads((ROOT / "docs" / "elastic.json").read_text())
+    assert table(measured) in (ROOT / "docs" / "elastic.md").read_text()
+    assert measured["disturbed"]["replay_is_equal"]
+
+
 # ---- the site, and what a package index shows
 
 

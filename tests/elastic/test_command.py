@@ -11,12 +11,15 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.programs import PYTHON
 from thinwire.cli import main
 from thinwire.elastic.keeper import find_place, find_store
+from thinwire.elastic.membership import Membership
 from thinwire.elastic.notes import Notes, client
 from thinwire.elastic.record import Record
 from thinwire.errors import UsageError
@@ -99,6 +102,41 @@ def test_ranks_stop_join_and_are_killed_and_the_record_repeats_the_run(tmp_path:
     )
     assert again.returncode == 0, again.stderr
     assert "bit for bit the same again" in again.stdout
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.usefixtures("program_server")
+def test_a_rank_that_was_given_up_comes_again_and_one_that_is_stopped_says_so(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, "--strategy", "diloco(every=4)", "--epochs", "1000", "--patience", "4s")
+    try:
+        for name in "ab":
+            ranks.start(name, "--min-ranks", "2")
+        wait_for(lambda: ranks.rows("a") >= 2)
+        notes = ranks.notes()
+        other = notes.read("member/1")["pid"]
+        os.kill(other, signal.SIGSTOP)
+        wait_for(lambda: any(one["lost"] for one in decisions(notes)))
+        os.kill(other, signal.SIGCONT)
+        wait_for(lambda: notes.count("lobby") == 3)
+        wait_for(lambda: any(2 in one["members"] for one in decisions(notes)))
+        os.kill(other, signal.SIGINT)
+        wait_for(lambda: any(one["lost"].get("2") == "stopped" for one in decisions(notes)))
+        os.kill(notes.read("member/0")["pid"], signal.SIGTERM)
+        ends = {name: ranks.ended(name) for name in "ab"}
+        notes.write("finished")  # nobody goes on: the store's process may end
+    finally:
+        ranks.kill()
+    assert sorted(code for code, _ in ends.values()) == [130, 130], ends
+    text = ends["a"][1] + ends["b"][1]
+    assert "the others went on without rank 1 (silent for" in text
+    assert "it comes again as a new rank" in text
+    assert "stopped by SIGTERM" in text
+
+
+def decisions(notes: Notes) -> list[dict[str, Any]]:
+    """All decisions that were made."""
+    newest = Membership.newest(SimpleNamespace(notes=notes))  # type: ignore[arg-type]
+    return [notes.read(f"decision/{i}") for i in range(0 if newest is None else newest.number + 1)]
 
 
 @pytest.mark.timeout(240)

@@ -17,7 +17,7 @@ from thinwire.elastic.notes import Notes, StoreLost
 from thinwire.elastic.record import Record, Row
 from thinwire.elastic.shares import Position, Shares, share_out, weights
 from thinwire.elastic.trainee import Trainee
-from thinwire.errors import RunError
+from thinwire.errors import RunError, Stopped
 from thinwire.run.startup import seed_everything
 
 CONNECT_SECONDS = 60.0  # for members that are all there
@@ -92,7 +92,7 @@ class Member:
             raise
         except BaseException as error:
             with suppress(StoreLost):
-                self.membership.leave(str(error).splitlines()[0] if str(error) else type(error).__name__)
+                self.membership.leave(str(error).splitlines()[0] if str(error) else "stopped")
             raise
         finally:
             self.close()
@@ -217,7 +217,9 @@ class Member:
             if work.is_over():
                 work.result()
                 return None
-        except (RunError, RuntimeError):
+        except Stopped:
+            raise
+        except RuntimeError:
             pass  # a connection broke: the hearts tell whose
         self.membership.say_failed(meeting)
         return self.membership.wait(meeting, lambda: False)

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from thinwire.comm.secret import Secret
-from thinwire.errors import RunError
+from thinwire.errors import RunError, Stopped
 
 ANSWER_SECONDS = 60
 
@@ -67,6 +67,8 @@ class Notes:
     def _errors(self) -> Iterator[None]:
         try:
             yield
+        except Stopped:  # a signal came meanwhile
+            raise
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise StoreLost(f"the store at {self._where} does not answer any more ({reason})") from error

@@ -28,7 +28,7 @@ from thinwire.elastic.notes import Notes, StoreLost
 from thinwire.elastic.record import Record, Row
 from thinwire.elastic.shares import Position
 from thinwire.elastic.trainee import Trainee, solo
-from thinwire.errors import RunError, UsageError
+from thinwire.errors import RunError, Stopped, UsageError
 from thinwire.run.checkpoint import Checkpoints
 from thinwire.run.startup import fingerprint
 
@@ -99,7 +99,8 @@ def take_part(
     except StoreLost as error:
         raise RunError(f"{error}; all ranks end. {_how_to_go_on(at, out)}") from error
     except RunError as error:
-        raise RunError(f"{error}. {_how_to_go_on(at, out)}") from error
+        kind = Stopped if isinstance(error, Stopped) else RunError
+        raise kind(f"{error}. {_how_to_go_on(at, out)}") from error
     finally:
         wait_for_closing()
         wait_for_gloo_threads()
