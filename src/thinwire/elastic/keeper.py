@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -109,6 +110,9 @@ def hold(address: str, port: int, secret_file: Path | None) -> None:
     beats, since = 0, time.monotonic()
     while True:
         time.sleep(0.2)
+        signal.alarm(
+            int(IDLE_SECONDS)
+        )  # ends this process if its own address is gone, and so its store does not answer
         now, hearts = opened.store.add("beats", 0), opened.store.add("hearts", 0)
         if now != beats:
             beats, since = now, time.monotonic()
