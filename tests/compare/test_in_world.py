@@ -268,7 +268,7 @@ class OfTwo(world_ranks.WorldRanks):
 
     def __init__(self, store: dist.Store, rank: int = 0) -> None:
         self.world = World(rank, 2, 0, 1, "127.0.0.1", 0, "torchrun")
-        self.store, self.address = store, "127.0.0.1"
+        self.store, self.address, self.port = store, "127.0.0.1", 0
         self.num_orders = self.num_gathers = 0
 
 
