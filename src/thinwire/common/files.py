@@ -14,7 +14,6 @@ from pathlib import Path
 
 from thinwire.errors import RunError
 
-
 SHORT = "/tmp"  # where sockets go if the name of the folder for temporary files is too long for them
 MOST_IN_NAME = 107  # bytes in the name of a socket, says Linux
 SOCKET = "/listener-12345678"  # how multiprocessing names one in its folder
