@@ -81,7 +81,7 @@ def take_part(
         position, claim = saved.load(trainee, record)
     elif out is not None:
         out.mkdir(parents=True, exist_ok=True)
-    found, is_finished = find_store(at, secret_file), False
+    found, is_finished = find_store(at, secret_file, iface), False
     try:
         _check_job(found.notes, identity(job, trainee))
         with without_grace(), gloo_interface(find_place(at)[0], iface):
