@@ -15,7 +15,7 @@ import torch.distributed as dist
 from thinwire.comm.addresses import AUTO, gloo_interface
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.patience import DEFAULT_SECONDS, patience_seconds
-from thinwire.comm.peers import check_peers
+from thinwire.comm.peers import check_peers, joined_with
 from thinwire.comm.process import ProcessComm
 from thinwire.comm.process_groups import new_group, timeout_of
 from thinwire.comm.secret import Secret, read_secret
@@ -62,7 +62,9 @@ def join(
         backend = backend or agree_on_backend(store, world, pick_backend(world, chosen))
         _init_process_group(world, store, backend, seconds or DEFAULT_SECONDS)
         try:
-            with closing(_world_comm(chosen, dist.PrefixStore("watch", store), secret)) as comm:
+            with joined_with(secret), closing(
+                _world_comm(chosen, dist.PrefixStore("watch", store), secret)
+            ) as comm:  # fmt: skip
                 yield comm
         finally:
             dist.destroy_process_group()

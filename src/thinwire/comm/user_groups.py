@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from thinwire.comm import peers
 from thinwire.comm.join import default_group, gather_numbers, own_node_key
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.process import ProcessComm
 from thinwire.comm.process_groups import members_group_pair, timeout_of
 from thinwire.comm.watch import start_watch
 from thinwire.comm.world import number_nodes
-from thinwire.errors import UsageError
+from thinwire.errors import RunError, UsageError
 
 UserGroup = dist.ProcessGroup | DeviceMesh | Literal["world"]
 COUNTER = "thinwire/groups"  # in the store of the world: how many names were taken
@@ -76,7 +77,12 @@ def comm_like(group: dist.ProcessGroup, device: torch.device, replica: dist.Proc
     pair = members_group_pair(store, name, place, "nccl" if on_gpu else "gloo", timeout)
     link = "world" if len(ranks) == dist.get_world_size() else "group"
     nodes = number_nodes([tuple(key) for _, _, *key in rows])
-    comm = ProcessComm(pair, ranks, link, Ledger(), device, nodes, watch=watch)
+    comm = ProcessComm(pair, ranks, link, Ledger(), device, nodes, peers.world_secret, watch)
+    try:
+        peers.check_peers(pair, peers.world_secret)
+    except RunError:
+        comm.close()
+        raise
     atexit.register(comm.close)
     return comm
 
