@@ -36,8 +36,9 @@ def scratch_folder() -> Iterator[Path]:
     for parent in {tempfile.gettempdir(), SHORT}:
         for left in Path(parent).glob(f"thinwire-*-{_machine()}-*"):
             pid = left.name.split("-")[1]
-            if pid.isdigit() and not Path("/proc", pid).exists() and left.lstat().st_uid == os.getuid():
-                shutil.rmtree(left, ignore_errors=True)  # does not follow a symbolic link
+            with suppress(OSError):  # somebody has just removed it
+                if pid.isdigit() and not Path("/proc", pid).exists() and left.lstat().st_uid == os.getuid():
+                    shutil.rmtree(left, ignore_errors=True)  # does not follow a symbolic link
     with tempfile.TemporaryDirectory(prefix=scratch_prefix()) as path:
         yield Path(path)
 
