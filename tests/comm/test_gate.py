@@ -295,6 +295,26 @@ def test_strangers_who_hold_connections_do_not_keep_ranks_out(
     assert "(10 attempts so far)" in told[1], "said at the first, and at the tenth"
 
 
+def test_a_gate_that_is_late_is_asked_again(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process was stopped, or had too much to do; it is not taken for a store that asks for no secret."""
+    late, greet = [0.8], gates.greet
+
+    def greet_late(peer: socket.socket, secret: Secret, until: float) -> bytes:
+        time.sleep(late.pop() if late else 0)
+        return greet(peer, secret, soon())
+
+    monkeypatch.setattr(gates, "greet", greet_late)
+    assert works(gate)
+    assert not late
+
+
+def test_what_takes_connections_and_says_nothing_is_no_store_without_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HANDSHAKE_SECONDS", "PING_SECONDS"):
+        monkeypatch.setattr(gates, name, 0.2)
+    with listener() as silent, pytest.raises(TimeoutError, match="says nothing"):
+        connect_through("127.0.0.1", port_of(silent), SECRET, soon(1))
+
+
 def test_strangers_of_one_address_drop_each_other_and_not_a_rank_that_is_slow(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ REFUSED = b"thinwire refuses".ljust(PROOF_BYTES)
 HANDSHAKE_SECONDS = 10.0
 MOST_HALF_OPEN = 64  # connections that have proved nothing yet; of more, one of the address that has most is dropped
 MOST_ADDRESSES = 1000  # of refused strangers that are counted one by one
+PING_SECONDS = 2.0
 PING = b"\x00\xce\xf7\x85\x3c" + b"\x0d" + b"ping"  # torch's store sends the last four bytes back
 
 
@@ -79,10 +80,9 @@ class Gate:
             self._half_open[peer] = where
             if len(self._half_open) > MOST_HALF_OPEN:
                 self._drop_one()
+        about: Any = {"args": (peer, where), "daemon": True, "name": "thinwire-gate-handshake"}
         try:
-            threading.Thread(
-                target=self._examine, args=(peer, where), daemon=True, name="thinwire-gate-handshake"
-            ).start()
+            threading.Thread(target=self._examine, **about).start()
         except RuntimeError:  # without this, the gate would be closed for good
             with self._lock:
                 self._half_open.pop(peer, None)
@@ -135,9 +135,7 @@ class Passage:
 
     def __init__(self, address: str, port: int, secret: Secret, seconds: float) -> None:
         self._to, self._secret = (address, port), secret
-        connect_through(
-            address, port, secret, time.monotonic() + seconds
-        ).close()  # so that the first error is raised here
+        connect_through(address, port, secret, time.monotonic() + seconds).close()  # the first error is raised here
         self._relays = Relays("thinwire-passage")
         self._listener = listen("127.0.0.1", 0)
         self.port = int(self._listener.getsockname()[1])
@@ -183,21 +181,19 @@ def greet(peer: socket.socket, secret: Secret, until: float) -> bytes:
 
 def answer(gate: socket.socket, secret: Secret, until: float) -> None:
     """A rank's side of the handshake. Raises UsageError if there is no gate with this secret."""
-    where = "{}:{}".format(*gate.getpeername()[:2])
-    nonce = os.urandom(NONCE_BYTES)
+    where, nonce = "{}:{}".format(*gate.getpeername()[:2]), os.urandom(NONCE_BYTES)
     try:
         hello = receive(gate, len(GATE), until)
         if hello != GATE:
-            raise UsageError(
-                f"{where} is no gate of this version of thinwire; install the same version on all machines"
-            )
+            raise UsageError(f"{where} is no gate of this version of thinwire; install one version on all machines")
         theirs = receive(gate, NONCE_BYTES, until)
     except EOFError:
         raise ConnectionResetError(f"{where} closed the connection") from None
     except TimeoutError:
-        raise UsageError(
-            f"this rank has a secret, but the store at {where} asks for none; give rank 0 the same secret"
-        ) from None
+        if _ping(gate) == PING[-4:]:
+            why = f"this rank has a secret, but the store at {where} asks for none; give rank 0 the same secret"
+            raise UsageError(why) from None
+        raise TimeoutError(f"{where} takes connections and says nothing") from None
     about = GATE, RANK, _spell(gate.getpeername()), theirs, nonce
     send(gate, RANK + nonce + secret.prove("rank", *about), until)
     try:
@@ -233,13 +229,20 @@ def connect_through(address: str, port: int, secret: Secret, until: float) -> so
 
 def refuse_gate(address: str, port: int, until: float) -> None:
     """Raise UsageError if a gate listens there, for a rank without a secret. Waits until something listens."""
-    with connect(address, port, until) as peer, suppress(TimeoutError, EOFError, ConnectionError):
-        send(peer, PING, until)
-        if receive(peer, 4, time.monotonic() + 2.0) == GATE[:4]:
+    with connect(address, port, until) as peer:
+        if _ping(peer) == GATE[:4]:
             raise UsageError(
                 f"the store at {address}:{port} asks for a secret, and this rank has none; give it the file of rank 0 "
                 "with --secret-file, or set THINWIRE_SECRET"
             )
+
+
+def _ping(peer: socket.socket) -> bytes:
+    """The first bytes that a gate says, or what a store answers to PING; none if it is neither."""
+    with suppress(TimeoutError, EOFError, ConnectionError):
+        send(peer, PING, time.monotonic() + PING_SECONDS)
+        return receive(peer, 4, time.monotonic() + PING_SECONDS)
+    return b""
 
 
 def _spell(address: tuple[Any, ...]) -> bytes:
