@@ -42,6 +42,19 @@ with tw.join() as comm:
         print(error)
 assert peers.world_secret is None, "the next world has another one"
 """
+OWN_GROUP = """
+import torch
+import torch.distributed as dist
+import thinwire as tw
+dist.init_process_group("gloo")
+try:
+    with tw.join() as comm:
+        part = comm.split([[0, 1]], "part")
+        print(part.sum(torch.ones(1)).item(), part.secret)
+except tw.RunError as error:
+    print(error)
+dist.destroy_process_group()
+"""
 SECRET, OTHER = "a secret that no other program knows", "a secret that was changed yesterday"
 
 pytestmark = pytest.mark.usefixtures("program_server")
@@ -86,6 +99,15 @@ def test_groups_for_loops_that_are_not_ours_are_tried_too(tmp_path: Path) -> Non
     for impostor, said in ((-1, "2.0"), (1, "somebody who does not know the secret")):
         found = join(tmp_path, [SECRET] * 2, range(2), program=ATTACH, IMPOSTOR=str(impostor))
         assert all(said in printed for printed in found), found
+
+
+def test_a_process_group_that_was_there_before_is_tried_when_it_is_joined(tmp_path: Path) -> None:
+    found = join(tmp_path, [SECRET] * 2, range(2), program=OWN_GROUP)
+    assert all("2.0 Secret(hidden)" in printed for printed in found), found
+    found = join(tmp_path, [SECRET, OTHER], range(2), program=OWN_GROUP)
+    assert all("somebody who does not know the secret" in printed for printed in found), found
+    found = join(tmp_path, [None] * 2, range(2), program=OWN_GROUP)
+    assert all("2.0 None" in printed for printed in found), found
 
 
 def test_under_torchrun_the_store_with_a_secret_is_beside_that_of_torchrun(tmp_path: Path) -> None:
