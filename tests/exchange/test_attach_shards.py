@@ -16,6 +16,7 @@ from tests.golden import runs
 from tests.training import batches, part, same
 from tests.worlds import ProcessWorlds, mesh_of
 from thinwire.comm.base import Comm
+from thinwire.common import messages
 
 torch.manual_seed(7)
 MODEL = nn.Sequential(nn.Linear(6, 33), nn.Tanh(), nn.Linear(33, 33), nn.Tanh(), nn.Linear(33, 3))
@@ -189,7 +190,10 @@ def test_what_cannot_be_is_refused_with_what_to_do(process_world: ProcessWorlds,
         assert message in found
 
 
-def test_a_single_process_exchanges_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_single_process_exchanges_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "_said", set())
     assert not dist.is_initialized()
     attached = tw.attach(nn.Linear(2, 2), FEEDBACK)
     attached.load_state_dict(attached.state_dict())

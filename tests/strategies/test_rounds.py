@@ -17,6 +17,7 @@ import thinwire as tw
 from tests.training import MODELS, batches, part, same, sgd, weights
 from tests.worlds import ProcessWorlds, World, mesh_of, worlds
 from thinwire.comm.base import Comm
+from thinwire.common import messages
 
 SPECS = [
     "local_sgd(every=3)",
@@ -352,7 +353,10 @@ def test_what_has_no_rounds_is_refused(spec: str) -> None:
         tw.rounds(model(), spec)
 
 
-def test_a_single_process_has_nobody_to_meet(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_single_process_has_nobody_to_meet(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "_said", set())
     assert not dist.is_initialized()
     net = model()
     before = weights(net)
