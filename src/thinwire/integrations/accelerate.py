@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def rounds(model: nn.Module, spec: str, accelerator: Accelerator, *, epochs: int
 
     Do not call `after_step`: each step of the optimizer counts, and backward passes that only accumulate gradients do
     not. With several optimizers of this model, steps of the last one count. save_state makes ranks equal, and includes
-    each rank's own state. Call `together` before a test, and at the end.
+    each rank's own state. Call `together` before a test, and at the end; `daso` counts epochs by it (see tw.rounds).
     """
     place = _place(model, accelerator, "rounds")
     trained = {id(p) for p in model.parameters()}
@@ -55,7 +56,12 @@ def rounds(model: nn.Module, spec: str, accelerator: Accelerator, *, epochs: int
         )
     made = tw.rounds(separate_model(model), spec, epochs=epochs)
     after_each_step(optimizers[-1].optimizer, accelerator.scaler, made.after_step)
-    _keep_rank_files(accelerator, place, RankState(model, made, optimizers, accelerator.scaler), made.together)
+    _keep_rank_files(
+        accelerator,
+        place,
+        RankState(model, made, optimizers, accelerator.scaler),
+        partial(made.together, ends_epoch=False),
+    )
     return made
 
 

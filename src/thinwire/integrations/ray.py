@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -69,8 +70,9 @@ class RoundsLoop(_WithRankFiles):
     loop = RoundsLoop(model, "diloco(every=16)", optimizer)
 
     The model is a plain one, or a DDP, which then exchanges no gradients. Each step of the optimizer counts. Ranks meet
-    in `checkpoint_folder`, and whenever you call `loop.rounds.together()`. Make the loop after you have restored model
-    and optimizer from Ray's checkpoint: it then loads this rank's own optimizer. If you use a loss scaler, give it.
+    in `checkpoint_folder`, and whenever you call `loop.rounds.together()`, by which `daso` counts epochs. Make the loop
+    after you have restored model and optimizer from Ray's checkpoint: it then loads this rank's own optimizer. If you
+    use a loss scaler, give it.
     """
 
     rounds: AttachedRounds
@@ -81,4 +83,5 @@ class RoundsLoop(_WithRankFiles):
     ) -> None:  # fmt: skip
         self.rounds = tw.rounds(separate_model(model), spec, epochs=epochs)
         after_each_step(optimizer, scaler, self.rounds.after_step)
-        super().__init__(RankState(model, self.rounds, [optimizer], scaler), self.rounds.together)
+        meet = partial(self.rounds.together, ends_epoch=False)
+        super().__init__(RankState(model, self.rounds, [optimizer], scaler), meet)

@@ -31,9 +31,12 @@ class AttachedRounds:
     Save its `state_dict` of every rank, with the model and the optimizer of every rank: between two rounds they differ.
     """
 
+    has_phases: bool  # whether it matters when epochs end, as to `daso`
+
     def __init__(self, model: nn.Module, strategy: InRounds, spec: str, world: Comm, close: Callable[[], None]) -> None:
         self._model, self._is_sharded, self._trained = model, is_sharded(model), _trained(model)
         self._strategy, self._spec, self._world, self._close = strategy, spec, world, close
+        self.has_phases = strategy.has_phases
 
     @property
     def ledger(self) -> Ledger:
@@ -48,13 +51,13 @@ class AttachedRounds:
         self._prepare_exchange()
         self._strategy.after_step(None if loss is None else torch.as_tensor(loss).detach())
 
-    def together(self) -> None:
+    def together(self, *, ends_epoch: bool = True) -> None:
         """Make all ranks equal, for a test, a checkpoint to share, or the end of an epoch. Collective.
 
-        A new round begins. `daso` takes this for the end of an epoch.
+        A new round begins. `daso` counts epochs by these calls: in the middle of an epoch give `ends_epoch=False`.
         """
         self._prepare_exchange()
-        self._strategy.end_epoch()
+        self._strategy.end_epoch() if ends_epoch else self._strategy.meet()
         if self._is_sharded:  # a rail has averaged its own statistics alone
             average_buffers(self._model, self._world)
 
@@ -94,10 +97,12 @@ class AttachedRounds:
 class NoRounds(Alone, AttachedRounds):
     """The rounds of a single process: there is nobody to meet."""
 
+    has_phases = False
+
     def after_step(self, loss: Tensor | float | None = None) -> None:
         pass
 
-    def together(self) -> None:
+    def together(self, *, ends_epoch: bool = True) -> None:
         pass
 
 
