@@ -14,7 +14,7 @@ from thinwire.comm.collectives import all_gather_json
 from thinwire.comm.join import is_single_process
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.sharding import between_replicas, device_of, is_sharded, replica_group, replica_ranks, reshard
-from thinwire.comm.user_groups import UserGroup, comm_like, process_group
+from thinwire.comm.user_groups import UserGroup, close_after, comm_like, process_group
 from thinwire.common.dtypes import refuse_unfit
 from thinwire.common.messages import say
 from thinwire.errors import UsageError
@@ -152,7 +152,10 @@ def rounds(  # long: an example
         return NoRounds()
     world = comm or comm_like(process_group(group, "rounds"), device_of(plain), replica_group(model))
     recipe = Recipe(_no_loss, _no_optimizer, epochs=epochs, own_loop=True)
-    return _attach_rounds(model, plain, spec, recipe, world, is_ours=comm is None)
+    attached = _attach_rounds(model, plain, spec, recipe, world, is_ours=comm is None)
+    if comm is None:
+        close_after(attached, world)
+    return attached
 
 
 def _is_alone(comm: Comm | None, group: UserGroup) -> bool:
