@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 import thinwire as tw
 from thinwire.exchange.attach import Attached
 from thinwire.integrations.extras import extra
-from thinwire.integrations.own_steps import after_each_step, separate_model
+from thinwire.integrations.own_steps import count_steps, separate_model
 from thinwire.integrations.rank_files import RankState
 from thinwire.strategies.own_loop import AttachedRounds
 
@@ -82,6 +82,6 @@ class RoundsLoop(_WithRankFiles):
         scaler: GradScaler | None = None,
     ) -> None:  # fmt: skip
         self.rounds = tw.rounds(separate_model(model), spec, epochs=epochs)
-        after_each_step(optimizer, scaler, self.rounds.after_step)
+        count_steps(optimizer, scaler, self.rounds)
         meet = partial(self.rounds.together, ends_epoch=False)
         super().__init__(RankState(model, self.rounds, [optimizer], scaler), meet)
