@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.comm import peers
+from thinwire.comm.base import Comm
 from thinwire.comm.join import default_group, gather_numbers, own_node_key
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.process import ProcessComm
@@ -21,6 +23,7 @@ from thinwire.errors import RunError, UsageError
 
 UserGroup = dist.ProcessGroup | DeviceMesh | Literal["world"]
 COUNTER = "thinwire/groups"  # in the store of the world: how many names were taken
+_unused: list[Comm] = []  # whose owners are gone
 
 
 def process_group(given: Any, caller: str) -> dist.ProcessGroup:
@@ -69,6 +72,8 @@ def comm_like(group: dist.ProcessGroup, device: torch.device, replica: dist.Proc
     each replica, the Comm has all ranks of these replicas.
     """
     rows = _introduce(group, device, replica)
+    while _unused:
+        _unused.pop().close()
     ranks = [rank for rank, *_ in rows]
     on_gpu = device.type == "cuda" and "nccl" in str(dist.get_backend_config(group))
     store, place = default_group().get_group_store(), (ranks.index(dist.get_rank()), len(ranks))
@@ -85,6 +90,15 @@ def comm_like(group: dist.ProcessGroup, device: torch.device, replica: dist.Proc
         raise
     atexit.register(comm.close)
     return comm
+
+
+def close_after(owner: object, comm: Comm) -> None:
+    """If the owner is dropped without closing a Comm that `comm_like` made, close that when the next one is made.
+
+    Not at once: the garbage collector works in any thread, also in those that would be ended, and ranks do not drop
+    their owners at the same time. When they make the next Comm, they have met.
+    """
+    weakref.finalize(owner, _unused.append, comm).atexit = False  # when the process ends, all are closed
 
 
 def _introduce(group: dist.ProcessGroup, device: torch.device, replica: dist.ProcessGroup | None) -> list[list[int]]:
