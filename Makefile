@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test quick check fuzz golden docs release lowest browser cluster launchers tunnel ray install clean
+.PHONY: demo test quick check fuzz golden docs release lowest browser cluster launchers tunnel ray trackers install clean
 
 demo: install  ## compare strategies on two nodes with a real link of 100 Mbit/s between them
 	$(BIN)/thinwire compare data_parallel "data_parallel(reducer=maxnorm(bits=4))" "data_parallel(reducer=powersgd(rank=4))" local_sgd diloco "daso(warmup_epochs=1, cooldown_epochs=1)" "ab(cutoff=0.3)" "ist(local_steps=32)" "local_parallel(blocks=2)" "pipeline(blocks=2)" "sequence([ab(cutoff=0.3), data_parallel(reducer=maxnorm(bits=4))])" auto --task digits --epochs 10 --ranks 4 --nodes 2 --link 100mbit --seeds 2 --target 95 --baseline alone
@@ -62,6 +62,10 @@ tunnel:  ## Debian's WireGuard, which works without the Linux kernel's module; w
 ray: install  ## the tests with Ray Train, which is 500 MB and so is not installed for the others
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[ray]"
 	$(BIN)/python -m pytest tests/integrations/test_ray.py tests/test_examples.py -k ray
+
+trackers: install  ## the tests with MLflow and trackio, which are 600 MB
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[mlflow,trackio]"
+	$(BIN)/python -m pytest tests/run/test_tracking.py
 
 install: .venv/installed  ## a virtual environment in this checkout; quick when nothing changed
 
