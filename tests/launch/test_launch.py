@@ -403,6 +403,34 @@ def test_a_full_disk_is_one_message_and_loses_nothing(tmp_path: Path) -> None:
     assert done.stdout.split()[0].startswith("step-"), "no scraps, and a checkpoint is there"
 
 
+FILL_THE_DISK = """
+mount -t tmpfs -o size=16m tmpfs {disk} || exit 99
+cd {disk}; mkdir tmp; export TMPDIR={disk}/tmp
+{python} -m thinwire train --task "tests.user_task:noisy(fault=slow)" --ranks 2 --epochs 50 --checkpoint-every 5 \\
+    --restarts 2 --out {disk}/run & run=$!
+until ls run/checkpoints/*/rank-1.json || ! kill -0 $run; do sleep 0.1; done > /dev/null 2>&1
+while kill -0 $run; do  # it stays full, also once what could not be written is removed
+    for size in 4096 512; do dd if=/dev/zero bs=$size >> filler; done; sleep 0.01
+done 2> /dev/null
+wait $run
+"""
+
+
+def test_a_disk_that_stays_full_is_one_message_also_if_temporary_files_are_on_it() -> None:
+    with tempfile.TemporaryDirectory(prefix="tw-") as disk:  # short, too
+        script = FILL_THE_DISK.format(disk=disk, python=sys.executable)
+        done = subprocess.run(
+            ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script],
+            env=FAST, text=True, capture_output=True, timeout=90, check=False,
+        )  # fmt: skip
+    if done.returncode == 99 or "unshare" in done.stderr:
+        pytest.skip(f"mount namespaces are not allowed here: {done.stderr.strip()}")
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    assert re.search(r"thinwire: .*cannot write .*No space left on device.*; free some space and --resume", done.stderr)
+    assert "restart" not in done.stderr, "it would only happen again"
+
+
 def test_a_folder_whose_name_is_too_long_for_sockets_is_used_for_the_rest(tmp_path: Path) -> None:
     folder = tmp_path / ("x" * 110)
     folder.mkdir()
