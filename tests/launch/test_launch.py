@@ -21,7 +21,7 @@ import pytest
 from tests import programs
 from tests.run.test_worker import same_files, timeless
 from thinwire.launch.agent import how_to_go_on
-from thinwire.run.records import read_rows
+from thinwire.run.records import RunFolder, read_rows
 
 pytestmark = pytest.mark.usefixtures("program_server")
 
@@ -267,6 +267,28 @@ def test_a_signal_ends_all_ranks_and_what_is_finished_is_kept(tmp_path: Path, si
     assert code == 130
     assert err.splitlines()[-1] == f"thinwire: stopped by {sig.name}; --resume goes on from the last checkpoint"
     assert all(line.startswith(("epoch", "step", "thinwire:")) for line in err.splitlines()), err
+
+
+def test_a_second_run_in_the_folder_of_one_that_goes_on_is_refused(tmp_path: Path) -> None:
+    """As when a queue starts a job again that has not ended."""
+    out, task = tmp_path / "run", noisy(fault="slow")
+    settings = ("--task", task, "--ranks", "2", "--epochs", "50", "--out", str(out), "--resume=auto")
+    first = start("train", *settings, python=programs.PYTHON)
+    for _ in range(600):
+        if any((out / "checkpoints").glob("*/rank-1.json")):
+            break
+        time.sleep(0.05)
+    code, _, err = run_quickly(*settings)
+    assert code == 2
+    assert f"another run writes to {out}; wait until it has ended, or end it, or give another --out" in err
+    assert first.poll() is None
+    first.kill()
+    first.communicate(timeout=30)
+    steps = [row["step"] for row in read_rows(out / "metrics.jsonl")]
+    assert steps == sorted(set(steps)) != [], "as if there had been no other"
+    folder = RunFolder(out)
+    folder.hold()  # its processes have ended
+    folder.release()
 
 
 def test_a_run_that_saved_nothing_cannot_be_resumed(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from thinwire.common.files import write_atomically, write_text
 from thinwire.config import RunConfig
 from thinwire.errors import RunError, UsageError
+from thinwire.run import records
 from thinwire.run.records import RunFolder, read_rows
 
 
@@ -61,6 +62,24 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="is a file; give a folder"):
         RunFolder.new(RunConfig(out=tmp_path / "file"))
+
+
+def test_one_run_at_a_time_holds_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "LOCK_SECONDS", 0.1)
+    first, second = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
+    first.hold()
+    with pytest.raises(UsageError, match=r"another run writes to .*run; wait until it has ended, .* another --out"):
+        second.hold()
+    first.release()
+    second.hold()
+    second.release()
+    assert list(second.path.iterdir()) == [], "it leaves nothing behind"
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=r"cannot make --out .*; choose another --out"):
+        RunFolder(tmp_path / "file" / "run").hold()
 
 
 def test_a_damaged_config_is_named(tmp_path: Path) -> None:

@@ -59,21 +59,32 @@ def with_defaults(config: RunConfig, task: Task, ranks: int) -> RunConfig:
 
 
 def open_folder(config: RunConfig, comm: Comm) -> RunFolder:
-    """The folder that rank 0 writes to: that of the run to resume, or one for a new run. Collective."""
+    """The folder that rank 0 writes to, and holds: that of the run to resume, or one for a new run. Collective."""
+    held: list[RunFolder] = []  # on rank 0
 
     def find() -> str:
         if config.track is not None:
             check_tracker(config.track)
-        return str((RunFolder.existing(config.out) if config.resume else RunFolder.new(config)).path)
+        folder = RunFolder.existing(config.out) if config.resume else RunFolder.new(config)
+        folder.hold()
+        held.append(folder)
+        if not config.resume:
+            RunFolder.new(config.model_copy(update={"out": folder.path}))  # another run may have begun in it meanwhile
+        return str(folder.path)
 
-    path, resumes = _on_rank_0_and_gather(comm, find, own=config.resume)
-    not_found = [rank for rank, resume in enumerate(resumes) if not resume]
-    if any(resumes) and not_found:
-        raise UsageError(
-            f"ranks {not_found} find no run in {path} on their machine, and other ranks do; copy the folder there, "
-            "with the checkpoints of these ranks, or give another --out to start a new run"
-        )
-    return RunFolder(Path(path))
+    try:
+        path, resumes = _on_rank_0_and_gather(comm, find, own=config.resume)
+        not_found = [rank for rank, resume in enumerate(resumes) if not resume]
+        if any(resumes) and not_found:
+            raise UsageError(
+                f"ranks {not_found} find no run in {path} on their machine, and other ranks do; copy the folder there, "
+                "with the checkpoints of these ranks, or give another --out to start a new run"
+            )
+    except ThinwireError:
+        for folder in held:
+            folder.release()
+        raise
+    return held[0] if held else RunFolder(Path(path))
 
 
 def choose_device(config: RunConfig, world: World | None) -> torch.device:

@@ -128,6 +128,7 @@ class Run:
         finally:
             self.progress.close()
             self.recorder.close()
+            self.folder.release()
 
     # ---- training
 
