@@ -18,11 +18,12 @@ from typing import Any
 from thinwire.comm.addresses import AUTO, addresses_of
 from thinwire.comm.secret import read_secret
 from thinwire.comm.world import place
+from thinwire.common.ending import end_with
 from thinwire.common.files import scratch_folder
 from thinwire.config import RunConfig
 from thinwire.errors import Stopped
 from thinwire.launch.failures import Failure, first_cause, make_room, read_failures
-from thinwire.launch.fork_server import end_with, start_fork_server
+from thinwire.launch.fork_server import start_fork_server
 from thinwire.netlab import Host, Lab
 from thinwire.run.network import LinkReport, check_link
 from thinwire.run.records import RunFolder

@@ -24,12 +24,13 @@ from thinwire.comm.reach import leave_store
 from thinwire.comm.secret import read_secret
 from thinwire.comm.world import World, node_key, number_nodes
 from thinwire.common.durations import format_duration
+from thinwire.common.ending import end_with
 from thinwire.common.files import scratch_folder, write_text
 from thinwire.common.messages import print_line
 from thinwire.config import RunConfig
 from thinwire.launch.agent import train
 from thinwire.launch.failures import Failure, WorldLost, cause_of, ended, first_of, make_room, read_failures
-from thinwire.launch.fork_server import end_with, start_fork_server
+from thinwire.launch.fork_server import start_fork_server
 from thinwire.run.network import LinkReport, measure_link
 from thinwire.run.records import RunFolder
 
