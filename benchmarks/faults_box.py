@@ -113,7 +113,9 @@ class Box:
         """Temporary files and folders, shared memory, and files of the run that were not written to their end."""
         places = {"temporary": self.temporary, "shared memory": self._shared_memory}
         left = [f"{place}: {path.name}" for place, folder in places.items() for path in sorted(folder.iterdir())]
-        return left + [f"run: {path.name}" for path in sorted(out.rglob("*")) if SCRAPS.search(path.name)]
+        left += [f"run: {path.name}" for path in sorted(out.rglob("*")) if SCRAPS.search(path.name)]
+        tensors = sorted(out.rglob("rank-*.safetensors"))
+        return left + [f"run: {one.name} of no checkpoint" for one in tensors if not one.with_suffix(".json").exists()]
 
     # ---- runs
 

@@ -76,6 +76,19 @@ def test_one_run_at_a_time_holds_a_folder(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(second.path.iterdir()) == [], "it leaves nothing behind"
 
 
+def test_what_a_killed_run_had_not_written_to_its_end_is_swept_up(tmp_path: Path) -> None:
+    scraps = [".model.safetensors.12.new", ".metrics.jsonl.12.new", ".config.toml.12.new", ".model-2.safetensors.3.new"]
+    users = [".notes.12.new", ".model.safetensors.new", "model.safetensors", "metrics.jsonl.12.new", ".env"]
+    for name in (*scraps, *users):
+        (tmp_path / name).touch()
+    (tmp_path / ".model.12.new").mkdir()
+    (tmp_path / ".model.12.new" / "model-1.safetensors").touch()
+    folder = RunFolder(tmp_path)
+    folder.hold()
+    folder.release()
+    assert {path.name for path in tmp_path.iterdir()} == set(users)
+
+
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match=r"cannot make --out .*; choose another --out"):

@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -82,6 +83,15 @@ class RunFolder:
                     f"another run writes to {self.path}; wait until it has ended, or end it, or give another --out"
                 )
             time.sleep(0.05)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove what was not written to its end, because the process was killed: nobody else writes here now."""
+        own = (self.config, self.metrics, self.ledger, self.timeline, self.summary, self.path / "model")
+        for scrap in self.path.glob(".*.new"):
+            written = re.fullmatch(r"\.(.+)\.\d+\.new", scrap.name)
+            if written and (self.path / written[1] in own or written[1].endswith(".safetensors")):
+                shutil.rmtree(scrap) if scrap.is_dir() else scrap.unlink(missing_ok=True)
 
     def release(self) -> None:
         """Let other runs use the folder."""
