@@ -109,20 +109,12 @@ def use_device(config: RunConfig, world: World | None) -> torch.device:
     return device
 
 
-def patience_of(config: RunConfig) -> str | float | None:
-    """The patience that ranks join with, before they have a model: what is asked for, if anything.
-
-    >>> patience_of(RunConfig(patience="5m")), patience_of(RunConfig(strategy="alone")), patience_of(RunConfig())
-    ('5m', 604800.0, None)
-    """
-    return config.patience or (ALONE_SECONDS if parse(config.strategy).name == "alone" else None)
-
-
 def suit_patience(config: RunConfig, comm: Comm, model: nn.Module, rate_mbit: float | None) -> None:
-    """If no patience was asked for, be as patient as a model on a link of this rate needs."""
+    """If no patience was asked for, be as patient in training as a model on a link of this rate needs."""
     if config.patience is None:
         model_bytes = sum(map(num_bytes, (*model.parameters(), *model.buffers())))
-        comm.be_patient(default_patience(model_bytes, comm.size, rate_mbit))
+        seconds = default_patience(model_bytes, comm.size, rate_mbit)
+        comm.be_patient(max(seconds, ALONE_SECONDS) if parse(config.strategy).name == "alone" else seconds)
 
 
 def on_rank_0(comm: Comm, function: Callable[[], T]) -> T:
