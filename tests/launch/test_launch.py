@@ -225,6 +225,22 @@ def test_an_error_in_users_code_shows_its_rank_and_traceback(strategy: str, tmp_
     assert "lost contact" not in err
 
 
+@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("exit", r"rank 0 failed: SystemExit: \n(.*\n)*.*sys\.exit\(\)"),
+        ("vanish", r"rank 0 \(process \d+\) ended with code 0 before its"),
+    ],
+)
+def test_a_rank_that_ends_as_if_all_was_well_has_failed(fault: str, says: str, ranks: str, tmp_path: Path) -> None:
+    task = noisy(fault=fault, rank=0, step=5)
+    code, _, err = run_quickly("--task", task, "--ranks", ranks, "--out", str(tmp_path / "run"))
+    assert code == 1
+    assert re.search(says, err), err
+    assert "lost contact" not in err
+
+
 def test_a_killed_launcher_leaves_no_rank_behind(tmp_path: Path) -> None:
     before = set(os.listdir(SCRATCH))
     process = start(

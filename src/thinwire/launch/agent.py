@@ -151,6 +151,6 @@ def rank_main(payload: dict[str, Any]) -> Any:
         config, link = RunConfig(**payload["config"]), LinkReport(*payload["link"])
         result = payload["program"](config, link, progress_file)
         return result if rank == 0 else None
-    except Exception as error:  # not raised: torch writes to the disk what is, and fails if that is full
+    except BaseException as error:  # also sys.exit; not raised: torch writes to the disk what is, which may be full
         Failure.of(rank, error).write(Path(payload["failures"]))
         sys.exit(1)

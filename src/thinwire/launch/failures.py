@@ -25,7 +25,7 @@ class Failure(NamedTuple):
     traceback: str = ""
 
     @classmethod
-    def of(cls, rank: int, error: Exception) -> Failure:
+    def of(cls, rank: int, error: BaseException) -> Failure:
         """The error that a rank handles."""
         return cls(rank, type(error).__name__, str(error), traceback.format_exc())
 
@@ -103,6 +103,7 @@ def first_cause(ended: dict[int, ProcessFailure], written: Sequence[Failure]) ->
 
 def _without_a_word(rank: int, failure: ProcessFailure) -> Failure:
     how = f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"ended with code {failure.exitcode}"
+    how += "" if failure.exitcode else " before its work was done"
     return Failure(rank, "", ended(failure.pid, how))
 
 

@@ -229,5 +229,5 @@ def rank_process(payload: dict[str, Any]) -> None:
     try:
         result = PROGRAMS[payload["program"]](config, link, progress_file)
         write_text(outcome, json.dumps({"result": result}))
-    except Exception as error:
+    except BaseException as error:  # also sys.exit
         Failure.of(payload["rank"], error).write(outcome.parent)
