@@ -46,8 +46,8 @@ class Box:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         Box.all.add(self)
-        self.temporary, disk = folder / "tmp", folder / "disk"
-        for one in (folder, self.temporary, disk):
+        disk = folder / "disk"
+        for one in (folder, disk):
             one.mkdir()
         self._user = os.getuid() != 0
         script = (
@@ -64,6 +64,8 @@ class Box:
         self._id = os.readlink(self._mounts)
         self.disk = disk  # its path for programs inside
         self.disk_seen = Path(f"{proc}/root{disk}")  # and for those outside
+        self.temporary = self.disk_seen / "tmp"  # on the disk that may be full
+        self.temporary.mkdir()
         self._shared_memory = Path(f"{proc}/root/dev/shm")
 
     def close(self) -> None:
@@ -113,7 +115,9 @@ class Box:
         """Temporary files and folders, shared memory, and files of the run that were not written to their end."""
         places = {"temporary": self.temporary, "shared memory": self._shared_memory}
         left = [f"{place}: {path.name}" for place, folder in places.items() for path in sorted(folder.iterdir())]
-        return left + [f"run: {path.name}" for path in sorted(out.rglob("*")) if SCRAPS.search(path.name)]
+        left += [f"run: {path.name}" for path in sorted(out.rglob("*")) if SCRAPS.search(path.name)]
+        tensors = sorted(out.rglob("rank-*.safetensors"))
+        return left + [f"run: {one.name} of no checkpoint" for one in tensors if not one.with_suffix(".json").exists()]
 
     # ---- runs
 
@@ -123,7 +127,7 @@ class Box:
         words = ["-m", "thinwire", "train", *settings]
         every = {
             "PATH": os.environ["PATH"], "HOME": str(self.folder), "LANG": "C.UTF-8", "COLUMNS": "200",
-            "TMPDIR": str(self.temporary), "PYTHONPATH": f"{ROOT}/benchmarks:{ROOT}/src", "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(self.disk / "tmp"), "PYTHONPATH": f"{ROOT}/benchmarks:{ROOT}/src", "OMP_NUM_THREADS": "1",
             "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "cache"), **env,
         }  # fmt: skip
         if quick:

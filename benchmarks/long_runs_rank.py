@@ -26,7 +26,7 @@ from thinwire.common.files import write_text
 from thinwire.config import RunConfig
 from thinwire.errors import RunError
 from thinwire.run.network import LinkReport
-from thinwire.run.startup import patience_of, use_device
+from thinwire.run.startup import use_device
 from thinwire.run.worker import Run
 
 EPOCH_STEPS, BATCH = 250, 8  # of a rank
@@ -127,7 +127,7 @@ def log_file(config: RunConfig, comm: Comm) -> Path:
 def trained(config: RunConfig, link: LinkReport, progress_file: Path | None) -> None:
     """What thinwire train does, measured."""
     device = use_device(config, find_world())
-    with join("gloo", patience_of(config), device, config.iface) as comm:
+    with join("gloo", config.patience, device, config.iface) as comm:
         MeasuredRun(config, comm, device, link, progress_file).run()
 
 

@@ -68,9 +68,11 @@ def test_what_is_left_behind_is_found(tmp_path: Path) -> None:
         out = place.disk_seen / "run"
         out.mkdir()
         assert place.files_left(out) == place.processes() == []
-        for file in (place.temporary / "x", out / ".model.12.new", out / "model", place.disk_seen.parents[1] / "x"):
+        files = (place.temporary / "x", out / ".model.12.new", out / "model", place.disk_seen.parents[1] / "x")
+        for file in (*files, out / "rank-0.safetensors", out / "rank-0.json", out / "rank-1.safetensors"):
             file.touch()
-        assert place.files_left(out) == ["temporary: x", "run: .model.12.new"]
+        scraps = ["run: .model.12.new", "run: rank-1.safetensors of no checkpoint"]
+        assert place.files_left(out) == ["temporary: x", *scraps]
         with place.run([], {}, quick=False) as run:
             deadline = time.monotonic() + 20
             while not place.processes() and time.monotonic() < deadline:

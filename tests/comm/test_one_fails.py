@@ -14,6 +14,7 @@ import torch
 import thinwire as tw
 from tests.worlds import ProcessWorlds, ends_of, no_grace
 from thinwire.comm.base import Comm
+from thinwire.comm.join import default_group, gather_numbers
 from thinwire.errors import PeerLost
 
 RANKS = 3
@@ -135,22 +136,35 @@ def test_on_processes_no_rank_waits_for_one_that_left(lost: int, process_world: 
     assert process_world.run(leave_groups, RANKS, lost) == [{}] * RANKS
 
 
+KILLED_IN = {
+    **OPERATIONS,
+    "meeting in a group": lambda comm, _: gather_numbers([1], default_group(), torch.device("cpu")),
+}
+
+
 def killed_in(comm: Comm, operation: str, lost: int) -> None:
     """One rank is killed while the others are in an operation, which it has done with them before."""
     if operation == "leaving":
         comm.barrier()
     else:
-        OPERATIONS[operation](comm, lost)
+        KILLED_IN[operation](comm, lost)
     if comm.rank == lost:
         os.kill(os.getpid(), signal.SIGKILL)
     if operation != "leaving":
-        OPERATIONS[operation](comm, lost)
+        KILLED_IN[operation](comm, lost)
 
 
 @pytest.mark.usefixtures("process_world")  # whose fork server stays
 @pytest.mark.parametrize(
     ("operation", "lost"),
-    [("sum", 0), ("all_to_all", 1), ("split", 2), ("in the background of another lane", 0), ("leaving", 1)],
+    [
+        ("sum", 0),
+        ("all_to_all", 1),
+        ("split", 2),
+        ("in the background of another lane", 0),
+        ("leaving", 1),
+        ("meeting in a group", 1),
+    ],
 )
 def test_on_processes_no_rank_waits_for_one_that_was_killed(operation: str, lost: int) -> None:
     others = "" if operation == "leaving" else "PeerLost"

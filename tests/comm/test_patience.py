@@ -15,13 +15,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
+from tests.comm.test_store import free_port
 from tests.worlds import ProcessWorlds, no_grace
+from thinwire.comm import store
 from thinwire.comm.patience import DEFAULT_SECONDS, default_patience
 from thinwire.comm.process import ProcessComm
 from thinwire.comm.user_groups import comm_like
 from thinwire.config import MAY_CHANGE, CompareConfig, RunConfig
-from thinwire.errors import PeerLost
-from thinwire.run.startup import patience_of, suit_patience
+from thinwire.errors import PeerLost, RunError
+from thinwire.run.startup import suit_patience
+from thinwire.run.worker import run_rank
 
 
 def seconds(groups: Sequence[dist.ProcessGroup]) -> list[float]:
@@ -127,9 +130,18 @@ def test_a_run_is_as_patient_as_its_model_and_its_link_need() -> None:
         (RunConfig(), None, 1800), (RunConfig(), 1e-6, 1800 + 4 * 1608 * 8), (RunConfig(patience="5m"), 1e-6, 300),
         (RunConfig(strategy="alone"), 1e-6, 604_800),
     ):  # fmt: skip
-        with tw.join(patience=patience_of(config)) as comm:
+        with tw.join(patience=config.patience) as comm:
             suit_patience(config, comm, model, rate)
             assert seconds([comm.group, comm.side_group]) == [expected] * 2
+
+
+def test_machines_that_train_alone_are_not_waited_for_any_longer_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "JOIN_SECONDS", 0.5)
+    world = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**world, "MASTER_PORT": free_port("127.0.0.1")}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RunError, match=r"within 0\.5 s: rank 1 did not come; start them all"):
+        run_rank(RunConfig(strategy="alone", device="cpu"))
 
 
 def test_the_runs_of_a_comparison_have_its_patience() -> None:

@@ -21,7 +21,7 @@ import pytest
 from tests import programs
 from tests.run.test_worker import same_files, timeless
 from thinwire.launch.agent import how_to_go_on
-from thinwire.run.records import read_rows
+from thinwire.run.records import RunFolder, read_rows
 
 pytestmark = pytest.mark.usefixtures("program_server")
 
@@ -225,6 +225,22 @@ def test_an_error_in_users_code_shows_its_rank_and_traceback(strategy: str, tmp_
     assert "lost contact" not in err
 
 
+@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("exit", r"rank 0 failed: SystemExit: \n(.*\n)*.*sys\.exit\(\)"),
+        ("vanish", r"rank 0 \(process \d+\) ended with code 0 before its"),
+    ],
+)
+def test_a_rank_that_ends_as_if_all_was_well_has_failed(fault: str, says: str, ranks: str, tmp_path: Path) -> None:
+    task = noisy(fault=fault, rank=0, step=5)
+    code, _, err = run_quickly("--task", task, "--ranks", ranks, "--out", str(tmp_path / "run"))
+    assert code == 1
+    assert re.search(says, err), err
+    assert "lost contact" not in err
+
+
 def test_a_killed_launcher_leaves_no_rank_behind(tmp_path: Path) -> None:
     before = set(os.listdir(SCRATCH))
     process = start(
@@ -267,6 +283,28 @@ def test_a_signal_ends_all_ranks_and_what_is_finished_is_kept(tmp_path: Path, si
     assert code == 130
     assert err.splitlines()[-1] == f"thinwire: stopped by {sig.name}; --resume goes on from the last checkpoint"
     assert all(line.startswith(("epoch", "step", "thinwire:")) for line in err.splitlines()), err
+
+
+def test_a_second_run_in_the_folder_of_one_that_goes_on_is_refused(tmp_path: Path) -> None:
+    """As when a queue starts a job again that has not ended."""
+    out, task = tmp_path / "run", noisy(fault="slow")
+    settings = ("--task", task, "--ranks", "2", "--epochs", "50", "--out", str(out), "--resume=auto")
+    first = start("train", *settings, python=programs.PYTHON)
+    for _ in range(600):
+        if any((out / "checkpoints").glob("*/rank-1.json")):
+            break
+        time.sleep(0.05)
+    code, _, err = run_quickly(*settings)
+    assert code == 2
+    assert f"another run writes to {out}; wait until it has ended, or end it, or give another --out" in err
+    assert first.poll() is None
+    first.kill()
+    first.communicate(timeout=30)
+    steps = [row["step"] for row in read_rows(out / "metrics.jsonl")]
+    assert steps == sorted(set(steps)) != [], "as if there had been no other"
+    folder = RunFolder(out)
+    folder.hold()  # its processes have ended
+    folder.release()
 
 
 def test_a_run_that_saved_nothing_cannot_be_resumed(tmp_path: Path) -> None:
@@ -401,6 +439,34 @@ def test_a_full_disk_is_one_message_and_loses_nothing(tmp_path: Path) -> None:
     assert "free some space and --resume" in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout.split()[0].startswith("step-"), "no scraps, and a checkpoint is there"
+
+
+FILL_THE_DISK = """
+mount -t tmpfs -o size=16m tmpfs {disk} || exit 99
+cd {disk}; mkdir tmp; export TMPDIR={disk}/tmp
+{python} -m thinwire train --task "tests.user_task:noisy(fault=slow)" --ranks 2 --epochs 50 --checkpoint-every 5 \\
+    --restarts 2 --out {disk}/run & run=$!
+until ls run/checkpoints/*/rank-1.json || ! kill -0 $run; do sleep 0.1; done > /dev/null 2>&1
+while kill -0 $run; do  # it stays full, also once what could not be written is removed
+    for size in 4096 512; do dd if=/dev/zero bs=$size >> filler; done; sleep 0.01
+done 2> /dev/null
+wait $run
+"""
+
+
+def test_a_disk_that_stays_full_is_one_message_also_if_temporary_files_are_on_it() -> None:
+    with tempfile.TemporaryDirectory(prefix="tw-") as disk:  # short, too
+        script = FILL_THE_DISK.format(disk=disk, python=sys.executable)
+        done = subprocess.run(
+            ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script],
+            env=FAST, text=True, capture_output=True, timeout=90, check=False,
+        )  # fmt: skip
+    if done.returncode == 99 or "unshare" in done.stderr:
+        pytest.skip(f"mount namespaces are not allowed here: {done.stderr.strip()}")
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    assert re.search(r"thinwire: .*cannot write .*No space left on device.*; free some space and --resume", done.stderr)
+    assert "restart" not in done.stderr, "it would only happen again"
 
 
 def test_a_folder_whose_name_is_too_long_for_sockets_is_used_for_the_rest(tmp_path: Path) -> None:

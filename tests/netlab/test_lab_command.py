@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from thinwire import netlab
@@ -30,6 +32,19 @@ def test_if_one_host_fails_the_others_are_ended_and_its_code_is_returned(
     monkeypatch.setattr(lab, "GRACE_SECONDS", 0.2)
     assert run("sh", "-c", "[ $RANK = 1 ] && exit 7; sleep 50; echo late") == 7
     assert "late" not in capfd.readouterr().out
+
+
+def test_what_a_command_started_and_did_not_wait_for_is_ended(tmp_path: Path) -> None:
+    """As the ranks of a torchrun that was killed."""
+    script = (
+        f"sh -c 'trap \"\" TERM; echo $$ > {tmp_path}/$RANK; exec sleep 50' & until [ -s {tmp_path}/$RANK ]; do :; done"
+    )
+    assert run("sh", "-c", f"{script}; exit 3") == 3
+    started = [int(file.read_text()) for file in tmp_path.iterdir()]
+    assert len(started) == 2
+    assert not [
+        pid for pid in started if Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
 
 
 @pytest.mark.parametrize(

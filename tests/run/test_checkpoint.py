@@ -277,6 +277,26 @@ def test_the_scraps_of_a_killed_write_are_swept_up(tmp_path: Path) -> None:
     assert others.exists()
 
 
+def test_tensors_without_a_manifest_are_swept_up(tmp_path: Path) -> None:
+    """Of a rank that was killed before it wrote the manifest, or after it removed that of an old checkpoint."""
+    save_steps(tmp_path, 2, [10, 20, 30])
+    for step, rank in ((10, 0), (10, 1), (20, 1)):
+        (tmp_path / f"step-{step:08d}" / f"rank-{rank}.json").unlink()
+    (tmp_path / "step-00000040").mkdir()
+    others = tmp_path / "step-00000010" / "rank-7.safetensors"
+    others.touch()
+    found, _ = load(tmp_path, 2)
+    assert [step for step, _ in found] == [30, 30]
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    whole = {
+        f"step-{step:08d}/rank-{rank}.{kind}"
+        for step, rank in ((20, 0), (30, 0), (30, 1))
+        for kind in ("json", "safetensors")
+    }
+    assert left == {str(others.relative_to(tmp_path)), *whole}
+    assert not (tmp_path / "step-00000040").exists()
+
+
 def test_checkpoints_of_later_steps_do_not_push_out_new_ones(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, [900, 1000])
     save_steps(tmp_path, 1, [10, 20, 30], keep=2)

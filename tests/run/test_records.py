@@ -9,6 +9,7 @@ import pytest
 from thinwire.common.files import write_atomically, write_text
 from thinwire.config import RunConfig
 from thinwire.errors import RunError, UsageError
+from thinwire.run import records
 from thinwire.run.records import RunFolder, read_rows
 
 
@@ -61,6 +62,37 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="is a file; give a folder"):
         RunFolder.new(RunConfig(out=tmp_path / "file"))
+
+
+def test_one_run_at_a_time_holds_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "LOCK_SECONDS", 0.1)
+    first, second = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
+    first.hold()
+    with pytest.raises(UsageError, match=r"another run writes to .*run; wait until it has ended, .* another --out"):
+        second.hold()
+    first.release()
+    second.hold()
+    second.release()
+    assert list(second.path.iterdir()) == [], "it leaves nothing behind"
+
+
+def test_what_a_killed_run_had_not_written_to_its_end_is_swept_up(tmp_path: Path) -> None:
+    scraps = [".model.safetensors.12.new", ".metrics.jsonl.12.new", ".config.toml.12.new", ".model-2.safetensors.3.new"]
+    users = [".notes.12.new", ".model.safetensors.new", "model.safetensors", "metrics.jsonl.12.new", ".env"]
+    for name in (*scraps, *users):
+        (tmp_path / name).touch()
+    (tmp_path / ".model.12.new").mkdir()
+    (tmp_path / ".model.12.new" / "model-1.safetensors").touch()
+    folder = RunFolder(tmp_path)
+    folder.hold()
+    folder.release()
+    assert {path.name for path in tmp_path.iterdir()} == set(users)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=r"cannot make --out .*; choose another --out"):
+        RunFolder(tmp_path / "file" / "run").hold()
 
 
 def test_a_damaged_config_is_named(tmp_path: Path) -> None:

@@ -685,12 +685,15 @@ def resumed_with_smaller_batches(comm: Comm, folder: str) -> tuple[int, str]:
     Run(config, comm, torch.device("cpu")).run()
     run = Run(config.model_copy(update={"resume": True}), comm, torch.device("cpu"))
     run._resume()
+    run.folder.release()
     for manifest in Path(folder).rglob(f"rank-{comm.rank}.json"):
         text = json.loads(manifest.read_text())
         del text["identity"]["shards"]
         rewrite(manifest, text)
+    again = Run(config.model_copy(update={"resume": True}), comm, torch.device("cpu"))
     with pytest.raises(RunError) as caught:
-        Run(config.model_copy(update={"resume": True}), comm, torch.device("cpu"))._resume()
+        again._resume()
+    again.folder.release()
     return run.at.step, str(caught.value)
 
 

@@ -17,7 +17,7 @@ from thinwire.comm.ledger import Ledger
 from thinwire.comm.patience import DEFAULT_SECONDS, patience_seconds
 from thinwire.comm.peers import check_peers, joined_with
 from thinwire.comm.process import ProcessComm
-from thinwire.comm.process_groups import new_group, timeout_of
+from thinwire.comm.process_groups import meeting, new_group, timeout_of
 from thinwire.comm.secret import Secret, read_secret
 from thinwire.comm.store import rendezvous
 from thinwire.comm.watch import start_watch
@@ -144,7 +144,8 @@ def gather_numbers(own: Sequence[int], group: dist.ProcessGroup, device: torch.d
     """Equally many whole numbers of every rank of a process group, in its order. Collective."""
     sent = torch.tensor(own, device=device if dist.get_backend(group) == "nccl" else "cpu")
     gathered = [torch.empty_like(sent) for _ in range(group.size())]
-    dist.all_gather(gathered, sent, group)
+    with meeting():
+        dist.all_gather(gathered, sent, group)
     return [one.tolist() for one in gathered]
 
 
@@ -171,6 +172,7 @@ def agree_on_backend(store: dist.Store, world: World, own: str) -> str:
 def _init_process_group(world: World, store: dist.Store, backend: str, patience: float) -> None:
     timeout = datetime.timedelta(seconds=patience)
     try:
-        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+        with meeting():
+            dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
     except dist.DistError as error:
         raise RunError(f"rank {world.rank} could not join {world.size} ranks: {error}") from error

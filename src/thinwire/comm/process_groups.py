@@ -23,14 +23,15 @@ MADE_BY_MEMBERS = "thinwire"  # the description of groups that torch does not kn
 def new_group_pair(ranks: list[int], backend: str, timeout: datetime.timedelta | None) -> GroupPair:
     """Two of torch's process groups of the same ranks of the world. Every rank of the world calls it."""
     about: Any = {"timeout": timeout, "backend": backend}
-    with peer_errors():
+    with meeting():
         pair = new_group(ranks, **about), new_group(ranks, **about)
     return _connected(pair) if dist.get_rank() in ranks else pair
 
 
 def _connected(pair: GroupPair) -> GroupPair:
     """The pair, once all its ranks have connected: one that closed its groups before would break them for others."""
-    meet(pair[1])
+    with meeting():
+        meet(pair[1])
     return pair
 
 
@@ -47,7 +48,7 @@ def members_group_pair(
     In one store each name may be used once. torch does not know these groups: the names that it gives to other groups
     depend on how many it knows, and these are on some ranks only. DDP can use them; its pipelines cannot.
     """
-    with peer_errors():
+    with meeting():
         first, second = (
             _members_group(dist.PrefixStore(f"{name}/{i}", store), name, place, backend, timeout) for i in "01"
         )
@@ -131,6 +132,17 @@ def peer_errors() -> Iterator[None]:
 def give_grace() -> None:
     """Wait for a few seconds after another rank was lost, in which the launcher sees the first cause."""
     time.sleep(PEER_GRACE_SECONDS)
+
+
+@contextmanager
+def meeting() -> Iterator[None]:
+    """Inside, ranks make groups or meet in them, and no watch is there yet; a rank that is gone is a PeerLost."""
+    try:
+        with peer_errors():
+            yield
+    except PeerLost:
+        give_grace()
+        raise
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
+from thinwire.common.ending import end_with_parent
 from thinwire.common.prefetching import copied_to_gpu
 from thinwire.common.seeding import OwnRandomness
 from thinwire.common.tensors import num_bytes
@@ -72,7 +73,8 @@ def loader_options(num_workers: int) -> dict[str, Any]:
     ranks that were started by a fork server would use one of their own. Without a generator, torch would draw the
     workers' seed from that of the training.
     """
-    workers = {"num_workers": num_workers, "multiprocessing_context": "fork" if num_workers else None}
+    context = "fork" if num_workers else None
+    workers = {"num_workers": num_workers, "multiprocessing_context": context, "worker_init_fn": end_with_parent}
     return {**workers, "batch_size": None, "collate_fn": _as_it_is, "generator": torch.Generator()}
 
 

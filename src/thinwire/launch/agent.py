@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -17,11 +18,12 @@ from typing import Any
 from thinwire.comm.addresses import AUTO, addresses_of
 from thinwire.comm.secret import read_secret
 from thinwire.comm.world import place
+from thinwire.common.ending import end_with
 from thinwire.common.files import scratch_folder
 from thinwire.config import RunConfig
 from thinwire.errors import Stopped
-from thinwire.launch.failures import Failure, first_cause
-from thinwire.launch.fork_server import end_with, start_fork_server
+from thinwire.launch.failures import Failure, first_cause, make_room, read_failures
+from thinwire.launch.fork_server import start_fork_server
 from thinwire.netlab import Host, Lab
 from thinwire.run.network import LinkReport, check_link
 from thinwire.run.records import RunFolder
@@ -62,6 +64,7 @@ def start_ranks(
     from thinwire.launch.local_ranks import local_ranks  # imports torch, as the fork server does meanwhile
 
     with scratch_folder() as scratch:
+        make_room(scratch, range(config.ranks or 1))
         tempfile.tempdir = str(scratch)  # torch leaves files behind when ranks fail
         try:
             with local_ranks():
@@ -108,7 +111,7 @@ def _run_agent(config: RunConfig, payload: dict[str, Any], scratch: str) -> Any:
             rank.join(5)
         rendezvous.shutdown()
     if result.is_failed():
-        raise first_cause(result.failures)
+        raise first_cause(result.failures, read_failures(Path(scratch)))
     return result.return_values[0]
 
 
@@ -116,7 +119,7 @@ def _wake_stopped(agent: Any, failures: Path, has_ended: threading.Event) -> Non
     """Once a rank has failed, wake those that are stopped: torch tells them to end, and waits 30 s for each that does
     not hear it."""
     while not has_ended.wait(WAKE_SECONDS):
-        if agent._pcontext is not None and any(failures.glob("*.json")):
+        if agent._pcontext is not None and read_failures(failures):
             for pid in agent._pcontext.pids().values():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
@@ -148,6 +151,6 @@ def rank_main(payload: dict[str, Any]) -> Any:
         config, link = RunConfig(**payload["config"]), LinkReport(*payload["link"])
         result = payload["program"](config, link, progress_file)
         return result if rank == 0 else None
-    except Exception as error:
-        Failure(rank, type(error).__name__, str(error)).write(Path(payload["failures"]))
-        raise
+    except BaseException as error:  # also sys.exit; not raised: torch writes to the disk what is, which may be full
+        Failure.of(rank, error).write(Path(payload["failures"]))
+        sys.exit(1)

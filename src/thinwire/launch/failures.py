@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from thinwire.errors import RunError, ThinwireError, UsageError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+ROOM_BYTES = 2**15  # for the failure of a rank, taken from the disk before there is one
 
 
 class Failure(NamedTuple):
@@ -21,18 +24,52 @@ class Failure(NamedTuple):
     message: str
     traceback: str = ""
 
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Failure:
+        """The error that a rank handles."""
+        return cls(rank, type(error).__name__, str(error), traceback.format_exc())
+
     def write(self, folder: Path) -> None:
-        """Leave it for the launcher, which decides whether to restart."""
-        (folder / f"{self.rank}.json").write_text(json.dumps(self._asdict()))
+        """Leave it for the launcher, in the room that was made for it: the disk may be full by now."""
+        most, data = ROOM_BYTES, b" " * (ROOM_BYTES + 1)
+        while len(data) > ROOM_BYTES:
+            short = self._replace(message=self.message[:most], traceback=self.traceback[-most:])
+            most, data = most // 2, json.dumps(short._asdict()).encode()
+        with _file(folder, self.rank).open("r+b", buffering=0) as file:
+            file.write(data.ljust(ROOM_BYTES))
+
+
+def make_room(folder: Path, ranks: Iterable[int]) -> None:
+    """Make the files of the failures of ranks, which are empty, and as large as they can become."""
+    try:
+        for rank in ranks:
+            _file(folder, rank).write_bytes(b" " * ROOM_BYTES)
+    except OSError as error:
+        raise RunError(
+            f"cannot write {folder}: {error.strerror}; free some space, or set TMPDIR to another folder"
+        ) from error
+
+
+def read_failures(folder: Path) -> list[Failure]:
+    """The failures that ranks have written, without those whose ranks were killed while they wrote."""
+    failures = []
+    for path in sorted(folder.glob("*.failure")):
+        try:
+            failures.append(Failure(**json.loads(path.read_bytes())))
+        except ValueError:  # nothing, or not all of it
+            continue
+    return sorted(failures)
 
 
 def pop_failures(folder: Path) -> list[Failure]:
-    """The failures that ranks have written. Their files are removed."""
-    failures = []
-    for path in sorted(folder.glob("*.json")):
-        failures.append(Failure(**json.loads(path.read_text())))
-        path.unlink()
+    """The failures that ranks have written, which are then forgotten."""
+    failures = read_failures(folder)
+    make_room(folder, [int(path.stem) for path in folder.glob("*.failure")])
     return failures
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"{rank}.failure"
 
 
 class WorldLost(RunError):
@@ -55,32 +92,21 @@ def cause_of(failure: Failure) -> ThinwireError:
     return RunError(f"rank {failure.rank} failed: {failure.kind}: {failure.message}\n{failure.traceback}")
 
 
-def first_cause(failures: dict[int, ProcessFailure]) -> ThinwireError:
-    """The first cause among ranks that torch's agent found failed."""
-    found = sorted(failures.items(), key=lambda item: item[1].timestamp)
-    first = first_of([_as_failure(rank, failure) for rank, failure in found])
+def first_cause(ended: dict[int, ProcessFailure], written: Sequence[Failure]) -> ThinwireError:
+    """The first cause among ranks that torch's agent found ended, and what they have written."""
+    by_rank = {failure.rank: failure for failure in written}
+    found = [by_rank.get(rank) or _without_a_word(rank, failure) for rank, failure in sorted(ended.items())]
+    first = first_of(found)
     assert first is not None
     return cause_of(first)
 
 
-def _as_failure(rank: int, failure: ProcessFailure) -> Failure:
-    kind, _, text = _message(failure).partition(": ")
-    if kind in ("UsageError", "RunError", "PeerLost") or (failure.exitcode >= 0 and failure.error_file_data):
-        return Failure(rank, kind, text, _traceback(failure))
+def _without_a_word(rank: int, failure: ProcessFailure) -> Failure:
     how = f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"ended with code {failure.exitcode}"
+    how += "" if failure.exitcode else " before its work was done"
     return Failure(rank, "", ended(failure.pid, how))
 
 
 def ended(pid: int | None, how: str) -> str:
     """The message about a process that ended without an error of its own."""
     return f"(process {pid}) {how}; --resume goes on"
-
-
-def _message(failure: ProcessFailure) -> str:
-    message: Any = failure.message
-    return str(message.get("message", message)) if isinstance(message, dict) else str(message)
-
-
-def _traceback(failure: ProcessFailure) -> str:
-    data = failure.error_file_data.get("message", {})
-    return str(data.get("extraInfo", {}).get("py_callstack", "")) if isinstance(data, dict) else ""

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import select
 import shutil
 import signal
 import threading
-from contextlib import suppress
 from multiprocessing import forkserver, util
 from typing import Any
 
@@ -40,10 +38,3 @@ def _name_folder_of_sockets() -> None:
     if about._config.get("tempdir") is None:
         about._config["tempdir"] = folder = folder_of_sockets()
         util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-100)
-
-
-def end_with(launcher_pid: int) -> None:
-    """End this process when the launcher has ended, which would otherwise leave it behind if it was killed."""
-    with suppress(OSError):  # it has ended already
-        select.select([os.pidfd_open(launcher_pid)], [], [])  # readable once it has ended
-    os._exit(1)

@@ -18,6 +18,7 @@ PORT = 29500  # of the store on the first host; hosts share no ports with this m
 GRACE_SECONDS = 10.0  # that the others have after one has failed
 INTERFACE = "wire"  # of every host
 POLL_SECONDS = 0.05
+END_SECONDS = 5.0  # that processes have between SIGTERM and SIGKILL
 
 
 def run_in_lab(command: Sequence[str], nodes: int, link: str) -> int:
@@ -77,12 +78,20 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of a process and of those that it started."""
+    """End what is left of a process and of those that it started, which it may have outlived."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is not None:
+        end = time.monotonic() + END_SECONDS
+        if not _send(process, number):
             return
+        while _send(process, 0) and time.monotonic() < end:
+            time.sleep(POLL_SECONDS)
+
+
+def _send(process: subprocess.Popen[bytes], number: int) -> bool:
+    """Send a signal (0: none) to what is left of a process and of those that it started; False if nothing is."""
+    process.poll()  # else it would be there for as long as nobody asks
+    try:
         os.killpg(process.pid, number)
-        try:
-            process.wait(5)
-        except subprocess.TimeoutExpired:
-            continue
+    except ProcessLookupError:
+        return False
+    return True

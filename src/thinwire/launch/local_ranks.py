@@ -1,4 +1,4 @@
-"""The processes of the ranks, as torch's elastic agent watches them, with an end that a killed rank cannot hold up."""
+"""The processes of the ranks, as torch's elastic agent watches them, with an end that no rank can hold up."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed.elastic import multiprocessing as elastic
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 
 class Finished:
@@ -36,11 +37,24 @@ class Finished:
 
 
 class LocalRanks(elastic.MultiprocessContext):
-    """torch's context of processes with `Finished` in place of its event."""
+    """torch's context of processes with `Finished` in place of its event. A rank that ends without a result has failed.
+
+    torch takes an exit code of 0 for no failure, and would wait for ever for the result.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._worker_finished_event: Any = Finished()
+
+    def _poll(self) -> Any:
+        found = super()._poll()
+        assert self._pc is not None
+        left = [rank for rank, process in enumerate(self._pc.processes) if process.exitcode == 0]
+        if found is not None or not left:
+            return found
+        self.close()
+        failure = ProcessFailure(left[0], self._pc.pids()[left[0]], 0, self.error_files[left[0]])
+        return elastic.RunProcsResult(failures={left[0]: failure}, stdouts=self.stdouts, stderrs=self.stderrs)
 
 
 @contextmanager

@@ -13,7 +13,6 @@ import os
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import wait as wait_for
@@ -25,12 +24,13 @@ from thinwire.comm.reach import leave_store
 from thinwire.comm.secret import read_secret
 from thinwire.comm.world import World, node_key, number_nodes
 from thinwire.common.durations import format_duration
+from thinwire.common.ending import end_with
 from thinwire.common.files import scratch_folder, write_text
 from thinwire.common.messages import print_line
 from thinwire.config import RunConfig
 from thinwire.launch.agent import train
-from thinwire.launch.failures import Failure, WorldLost, cause_of, ended, first_of
-from thinwire.launch.fork_server import end_with, start_fork_server
+from thinwire.launch.failures import Failure, WorldLost, cause_of, ended, first_of, make_room, read_failures
+from thinwire.launch.fork_server import start_fork_server
 from thinwire.run.network import LinkReport, measure_link
 from thinwire.run.records import RunFolder
 
@@ -181,6 +181,7 @@ class WorldRanks:
         from thinwire.comm.store import JOIN_VARIABLE
 
         with scratch_folder() as scratch:
+            make_room(scratch, [self.world.rank])
             # A store is there, with other keys.
             env = {"TORCHELASTIC_USE_AGENT_STORE": "True", JOIN_VARIABLE: run, "MASTER_ADDR": self.address}
             env |= {"MASTER_PORT": str(self.port)}
@@ -204,6 +205,8 @@ class WorldRanks:
                 process.join()
 
     def _outcome(self, file: Path, pid: int | None, code: int | None) -> dict[str, Any]:
+        if failures := read_failures(file.parent):
+            return {"failure": failures[0]._asdict()}
         if file.exists():
             found: dict[str, Any] = json.loads(file.read_text())
             return found
@@ -222,9 +225,9 @@ def rank_process(payload: dict[str, Any]) -> None:
     os.environ.update(payload["env"])
     config, link = RunConfig(**payload["config"]), LinkReport(*payload["link"])
     progress_file = Path(payload["progress_file"]) if payload["progress_file"] else None
+    outcome = Path(payload["outcome"])
     try:
-        outcome = {"result": PROGRAMS[payload["program"]](config, link, progress_file)}
-    except Exception as error:
-        trace = traceback.format_exc()
-        outcome = {"failure": Failure(payload["rank"], type(error).__name__, str(error), trace)._asdict()}
-    write_text(Path(payload["outcome"]), json.dumps(outcome))
+        result = PROGRAMS[payload["program"]](config, link, progress_file)
+        write_text(outcome, json.dumps({"result": result}))
+    except BaseException as error:  # also sys.exit
+        Failure.of(payload["rank"], error).write(outcome.parent)

@@ -108,8 +108,18 @@ class Checkpoints:
             for path in self._files(newer):
                 with suppress(FileNotFoundError):
                     path.replace(path.with_name(f"{path.name}.refused"))
-        for incomplete in self.folder.glob(f"step-*/.rank-{self.comm.rank}.*.new"):  # of a write that was killed
-            incomplete.unlink()
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove what is left of this rank's writing and deleting where that was killed; no checkpoint needs it."""
+        for folder in self.folder.glob("step-*"):
+            data, manifest = folder / f"rank-{self.comm.rank}.safetensors", folder / f"rank-{self.comm.rank}.json"
+            with suppress(OSError):  # another rank has removed the folder, or it is not empty
+                for incomplete in folder.glob(f".rank-{self.comm.rank}.*.new"):
+                    incomplete.unlink()
+                if not manifest.exists():
+                    data.unlink(missing_ok=True)
+                folder.rmdir()
 
     def _try_read(self, step: int, found: dict[int, Tree]) -> bool:
         try:

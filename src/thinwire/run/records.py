@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import errno
+import fcntl
 import json
 import os
 import re
+import shutil
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,7 @@ from thinwire.errors import RunError, UsageError
 from thinwire.run.schema import ReadRow, ReadSpan, parsed
 
 TIMELINE = "timeline.jsonl"
+LOCK_SECONDS = 5.0  # in which processes of a run that was killed have ended
 
 
 class RunFolder:
@@ -30,6 +35,7 @@ class RunFolder:
         self.timeline = path / TIMELINE
         self.summary = path / "summary.json"
         self.checkpoints = path / "checkpoints"
+        self._lock: int | None = None
 
     @staticmethod
     def new(config: RunConfig) -> RunFolder:
@@ -58,6 +64,40 @@ class RunFolder:
             new = "add the settings of a new run, as --task" if is_free(path) else "give another --out for a new run"
             raise UsageError(f"{path} holds no run (no config.toml); check --out{_similar_run(path)}, or {new}")
         return folder
+
+    def hold(self) -> None:
+        """Keep other runs out of this folder, which is made if there is none, until `release` or the process ends.
+
+        UsageError if another run writes to it. Where the file system has no locks, nobody is kept out.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise RunError(f"cannot make --out {self.path}: {error.strerror}; choose another --out") from error
+        end = time.monotonic() + LOCK_SECONDS
+        while not _is_locked(self._lock):
+            if time.monotonic() > end:
+                self.release()
+                raise UsageError(
+                    f"another run writes to {self.path}; wait until it has ended, or end it, or give another --out"
+                )
+            time.sleep(0.05)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove what was not written to its end, because the process was killed: nobody else writes here now."""
+        own = (self.config, self.metrics, self.ledger, self.timeline, self.summary, self.path / "model")
+        for scrap in self.path.glob(".*.new"):
+            written = re.fullmatch(r"\.(.+)\.\d+\.new", scrap.name)
+            if written and (self.path / written[1] in own or written[1].endswith(".safetensors")):
+                shutil.rmtree(scrap) if scrap.is_dir() else scrap.unlink(missing_ok=True)
+
+    def release(self) -> None:
+        """Let other runs use the folder."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def save_config(self, config: RunConfig) -> None:
         write_text(self.config, config.to_toml())
@@ -116,6 +156,15 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
             continue  # incomplete: the run was stopped while it wrote this line
         rows.append(parsed(model, line.decode(), f"line {number} of {file}"))
     return rows
+
+
+def _is_locked(folder: int) -> bool:
+    """Lock an open folder for this process, and those that it forks; False if another one has locked it."""
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN)
+    return True
 
 
 def _write_rows(file: Path, rows: list[dict[str, Any]]) -> None:

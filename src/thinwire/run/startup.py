@@ -59,21 +59,32 @@ def with_defaults(config: RunConfig, task: Task, ranks: int) -> RunConfig:
 
 
 def open_folder(config: RunConfig, comm: Comm) -> RunFolder:
-    """The folder that rank 0 writes to: that of the run to resume, or one for a new run. Collective."""
+    """The folder that rank 0 writes to, and holds: that of the run to resume, or one for a new run. Collective."""
+    held: list[RunFolder] = []  # on rank 0
 
     def find() -> str:
         if config.track is not None:
             check_tracker(config.track)
-        return str((RunFolder.existing(config.out) if config.resume else RunFolder.new(config)).path)
+        folder = RunFolder.existing(config.out) if config.resume else RunFolder.new(config)
+        folder.hold()
+        held.append(folder)
+        if not config.resume:
+            RunFolder.new(config.model_copy(update={"out": folder.path}))  # another run may have begun in it meanwhile
+        return str(folder.path)
 
-    path, resumes = _on_rank_0_and_gather(comm, find, own=config.resume)
-    not_found = [rank for rank, resume in enumerate(resumes) if not resume]
-    if any(resumes) and not_found:
-        raise UsageError(
-            f"ranks {not_found} find no run in {path} on their machine, and other ranks do; copy the folder there, "
-            "with the checkpoints of these ranks, or give another --out to start a new run"
-        )
-    return RunFolder(Path(path))
+    try:
+        path, resumes = _on_rank_0_and_gather(comm, find, own=config.resume)
+        not_found = [rank for rank, resume in enumerate(resumes) if not resume]
+        if any(resumes) and not_found:
+            raise UsageError(
+                f"ranks {not_found} find no run in {path} on their machine, and other ranks do; copy the folder there, "
+                "with the checkpoints of these ranks, or give another --out to start a new run"
+            )
+    except ThinwireError:
+        for folder in held:
+            folder.release()
+        raise
+    return held[0] if held else RunFolder(Path(path))
 
 
 def choose_device(config: RunConfig, world: World | None) -> torch.device:
@@ -98,20 +109,12 @@ def use_device(config: RunConfig, world: World | None) -> torch.device:
     return device
 
 
-def patience_of(config: RunConfig) -> str | float | None:
-    """The patience that ranks join with, before they have a model: what is asked for, if anything.
-
-    >>> patience_of(RunConfig(patience="5m")), patience_of(RunConfig(strategy="alone")), patience_of(RunConfig())
-    ('5m', 604800.0, None)
-    """
-    return config.patience or (ALONE_SECONDS if parse(config.strategy).name == "alone" else None)
-
-
 def suit_patience(config: RunConfig, comm: Comm, model: nn.Module, rate_mbit: float | None) -> None:
-    """If no patience was asked for, be as patient as a model on a link of this rate needs."""
+    """If no patience was asked for, be as patient in training as a model on a link of this rate needs."""
     if config.patience is None:
         model_bytes = sum(map(num_bytes, (*model.parameters(), *model.buffers())))
-        comm.be_patient(default_patience(model_bytes, comm.size, rate_mbit))
+        seconds = default_patience(model_bytes, comm.size, rate_mbit)
+        comm.be_patient(max(seconds, ALONE_SECONDS) if parse(config.strategy).name == "alone" else seconds)
 
 
 def on_rank_0(comm: Comm, function: Callable[[], T]) -> T:

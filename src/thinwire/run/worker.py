@@ -34,7 +34,6 @@ from thinwire.run.setup import find_length, identity, loader_of, optimizer_of, r
 from thinwire.run.startup import (
     on_rank_0,
     open_folder,
-    patience_of,
     seed_everything,
     suit_patience,
     use_device,
@@ -54,7 +53,7 @@ def run_rank(config: RunConfig, link: LinkReport = LinkReport(), progress_file: 
     """
     device = use_device(config, find_world())
     backend = "gloo" if link.on_hosts else None  # nccl would not use the hosts' network
-    with join(backend, patience_of(config), device, config.iface, config.secret_file) as comm:
+    with join(backend, config.patience, device, config.iface, config.secret_file) as comm:
         forget_variable()
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and config.out is not None:
             has_begun = on_rank_0(comm, RunFolder(config.out).config.exists)
@@ -128,6 +127,7 @@ class Run:
         finally:
             self.progress.close()
             self.recorder.close()
+            self.folder.release()
 
     # ---- training
 

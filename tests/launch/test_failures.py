@@ -1,0 +1,40 @@
+"""What ranks leave behind when they fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from thinwire.errors import RunError
+from thinwire.launch.failures import ROOM_BYTES, Failure, make_room, pop_failures, read_failures
+
+
+def test_failures_fit_into_the_room_that_was_made_for_them(tmp_path: Path) -> None:
+    make_room(tmp_path, range(11))
+    assert read_failures(tmp_path) == []
+    short, long = (
+        Failure(10, "RunError", "no space"),
+        Failure(2, "ValueError", "é\0" * ROOM_BYTES, "x" * ROOM_BYTES + "end"),
+    )
+    for one in (short, long):
+        one.write(tmp_path)
+    assert {path.stat().st_size for path in tmp_path.iterdir()} == {ROOM_BYTES}, "nothing more is taken from the disk"
+    first, second = pop_failures(tmp_path)
+    assert second == short
+    assert first[:2] == long[:2]
+    assert long.message.startswith(first.message)
+    assert first.traceback.endswith("end")
+    assert min(len(first.message), len(first.traceback)) > 1000
+    assert read_failures(tmp_path) == []
+
+
+def test_half_a_failure_is_none(tmp_path: Path) -> None:
+    make_room(tmp_path, [0])
+    (tmp_path / "0.failure").write_bytes(b'{"rank": 0, "kind": "Run'.ljust(ROOM_BYTES))
+    assert read_failures(tmp_path) == pop_failures(tmp_path) == []
+
+
+def test_a_folder_without_room_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"cannot write .*gone: .*; free some space, or set TMPDIR to another folder"):
+        make_room(tmp_path / "gone", [0])
