@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +32,33 @@ from thinwire.strategies.learner import Learner
 from thinwire.strategies.local_sgd import Periodic
 from thinwire.strategies.recipe import Recipe
 from thinwire.surgery.moments import OptimizerState, copy_state, states_by_name
+
+
+@dataclass
+class Offer:
+    """What a newcomer gets: what all share, and the moments of one member's optimizer.
+
+    It is sent into copies. A transfer that was given up may still go on, and even finish, so it writes into nothing
+    that is used.
+    """
+
+    shared: list[Tensor]
+    tree: Tree  # of the moments, with their tensors by path
+    moments: dict[str, Tensor]
+
+    @torch.no_grad()
+    def share(self, comm: Comm, root: int) -> None:
+        """Make it that of the member at place `root`, on every member."""
+        own = self.moments
+        outline = {path: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for path, tensor in own.items()}
+        self.tree, outline = share_json(comm, root, [self.tree, outline])
+        if comm.rank != root:
+            self.moments = {
+                path: torch.zeros(shape, dtype=getattr(torch, dtype)) for path, (shape, dtype) in outline.items()
+            }
+        with comm.ledger.purpose("start"):
+            for tensors in (list(self.moments.values()), self.shared):
+                coalesced(tensors, lambda flat: comm.broadcast(flat, root))
 
 
 def solo() -> Comm:
@@ -135,39 +163,26 @@ class Trainee:
 
     # ---- what all members share
 
+    def offer(self) -> Offer:
+        """Copies of what this rank has of the state of the run, at the beginning of this round."""
+        if self._moments is None:
+            tensors: dict[str, Tensor] = {}
+            self._moments = pack(states_by_name(self.model, self.learner.optimizer), tensors), tensors
+        return Offer([tensor.clone() for tensor in self._shared()], *self._moments)
+
     @torch.no_grad()
-    def hand_over(self, comm: Comm, root: int, is_new: bool) -> None:
-        """Give newcomers the state of the beginning of this round, from the member at place `root`: what all share, and
-        the moments of that member's optimizer."""
-        shared = self._shared()
-        given = shared if is_new else [tensor.clone() for tensor in shared]
-        moments = self._hand_over_moments(comm, root)
-        with comm.ledger.purpose("start"):
-            coalesced(given, lambda flat: comm.broadcast(flat, root))
-        if not is_new:
-            return
+    def take(self, offer: Offer) -> None:
+        """Begin the round with the state that a member has given."""
+        for own, tensor in zip(self._shared(), offer.shared, strict=True):
+            own.copy_(tensor)
         for bucket in self.averager.buckets:
             torch._foreach_copy_(bucket.x, unflatten(self.averager.agreed[bucket.place], bucket.x))
         for buffer, value in zip(named_persistent_buffers(self.model).values(), self.buffers, strict=True):
             buffer.copy_(value)
-        self.learner.new_optimizer(moments)
+        states: dict[str, OptimizerState] = unpack(offer.tree, offer.moments)
+        self.learner.new_optimizer({name: copy_state(one, self.job.device) for name, one in states.items()})
         self._begin_round()
-
-    def _hand_over_moments(self, comm: Comm, root: int) -> dict[str, OptimizerState]:
-        """The moments of the member at place `root`, as they were before it trained its samples of this round."""
-        if self._moments is None:
-            tensors: dict[str, Tensor] = {}
-            self._moments = pack(states_by_name(self.model, self.learner.optimizer), tensors), tensors
-        tree, own = self._moments
-        outline = {path: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for path, tensor in own.items()}
-        tree, outline = share_json(comm, root, [tree, outline])
-        found = {path: torch.zeros(shape, dtype=getattr(torch, dtype)) for path, (shape, dtype) in outline.items()}
-        if comm.rank == root:
-            found = own
-        with comm.ledger.purpose("start"):
-            coalesced(list(found.values()), lambda flat: comm.broadcast(flat, root))
-        states: dict[str, OptimizerState] = unpack(tree, found)
-        return {name: copy_state(one, self.job.device) for name, one in states.items()}
+        self._moments = offer.tree, offer.moments  # if it is to give them in turn, in this round
 
     def _shared(self) -> list[Tensor]:
         """Of the beginning of the round: the parameters and buffers of the model may have moved on since."""
