@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.elastic.runs import Mortal, job, vanish, world
+from tests.elastic.runs import Mortal, data, job, vanish, world
 from tests.elastic.test_rounds import check
 from thinwire.comm.store import local_store
 from thinwire.elastic import groups, keeper, member, membership
@@ -268,3 +268,34 @@ def test_a_state_that_arrives_after_it_was_given_up_changes_nothing() -> None:
         run.start(2, min_ranks=2, before=leave)
     assert list(run.errors) == [1]
     assert check(run).record.rows[2].joined == [2]
+
+
+@pytest.mark.parametrize("strategy", ["local_sgd(every=2)", "diloco(every=1)"])
+def test_members_that_have_no_samples_in_a_step_agree_with_the_others_on_all_buffers(strategy: str) -> None:
+    """The rest of an epoch is too small for all three. BatchNorm's number of batches has no mean, and differed."""
+    with world(job(strategy, dataset=data(28))) as run:  # 24, and 4 that two share
+        run.start(3, min_ranks=3)
+    assert not run.errors
+    rows = check(run).record.rows
+    assert min(min(row.samples.values()) for row in rows) < max(rows[-1].samples.values())
+
+
+def test_connections_that_fail_for_a_moment_cost_nobody_its_place() -> None:
+    """Attempts that fail at once are made again until others would not be patient any longer."""
+    failed: list[float] = []
+
+    def fail() -> None:
+        failed.append(time.monotonic())
+        if failed[-1] - failed[0] < 2:
+            raise PeerLost("the network is unreachable")
+
+    def unplug(at: str, one: Mortal) -> None:
+        if at == "exchange" and one.at.round == 1:
+            one.trainee.result = fail  # type: ignore[method-assign]
+
+    with world(job("diloco(every=1)")) as run:
+        run.start(1, min_ranks=2)
+        run.start(1, min_ranks=2, before=unplug)
+    assert not run.errors
+    assert 3 < len(failed) < 60
+    assert not any(row.lost for row in check(run).record.rows)

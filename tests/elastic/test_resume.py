@@ -149,7 +149,7 @@ def test_what_a_rank_saved_of_rounds_that_the_run_did_not_make_is_set_aside(tmp_
     work, folder = job("local_sgd(every=1)", epochs=1), tmp_path / "run"
     own = tw.train_elastic(work, place, out=folder).record
     trainee = Trainee(work)
-    saved = _Saved(folder, identity(work, trainee), keep=2)
+    saved = _Saved(folder, identity(work, trainee), keep=2, resume=True)
     saved.set_aside(own, [*own.rows[:2], replace(own.rows[2], began=[0, 1])])
     brought = saved.load(trainee, Record(rows=own.rows))
     assert brought == Brought(Position(1, 0, 8, 1), 0, 1)

@@ -39,6 +39,7 @@ class Membership:
         self.watch = Watch(notes, longest=patience / 10)
         self.heart = Heart(notes.another(), self.id, min(patience / BEATS, LONGEST_BEAT))
         self._said: set[str] = set()
+        self._failing = -1, 0.0  # the first of the attempts that failed although nobody was lost, and since when
 
     def _register(self, about: dict[str, Any], claim: int | None) -> int:
         """An id of its own; the one that it had before the run was resumed, if nobody else has claimed it."""
@@ -115,12 +116,8 @@ class Membership:
         newcomers = [one["id"] for one in here
                      if (one["round"], one["fingerprint"]) != (furthest["round"], furthest["fingerprint"])]  # fmt: skip
         resumed = {str(one["id"]): one["was"] for one in here if one["was"] >= 0 and one["id"] not in newcomers}
-        members, lobby = tuple(one["id"] for one in here), first + len(waiting)
-        self._decide(
-            Meeting(
-                number, furthest["round"], members, members, tuple(newcomers), number, lobby=lobby, resumed=resumed
-            )
-        )  # fmt: skip
+        members, lobby, at = tuple(one["id"] for one in here), first + len(waiting), int(furthest["round"])
+        self._decide(Meeting(number, at, members, members, tuple(newcomers), number, lobby=lobby, resumed=resumed))
 
     def _waiting(self, first: int) -> list[dict[str, Any]]:
         """Those who came after the first so many."""
@@ -205,13 +202,22 @@ class Membership:
         if lost:
             return self._void(meeting, lost)
         if has_failed and not self.silent_about(meeting):  # all are there: only a connection broke
-            return self._void(meeting, {self._blamed(meeting): UNREACHABLE} if meeting.failures + 1 >= TRIES else {})
+            return self._again(meeting)
         return None
 
-    def _blamed(self, meeting: Meeting) -> int:
-        """Who is left out if connections fail again and again: the last to come of those whose own ones do."""
-        broke = [one for one in meeting.members if self.notes.has([f"broke/{meeting.number}/{one}"])]
-        return (broke or meeting.members)[-1]
+    def _again(self, meeting: Meeting) -> Meeting | None:
+        """Void an attempt that nobody was lost in. If connections fail again and again, and for longer than others are
+        patient, one rank is left out: the last to come of those whose own ones fail."""
+        first, began = self._failing
+        if first != meeting.number - meeting.failures:
+            self._failing = first, began = meeting.number - meeting.failures, time.monotonic()
+        seconds = time.monotonic() - began
+        if meeting.failures + 1 >= TRIES and seconds > self.patience:
+            broke = [one for one in meeting.members if self.notes.has([f"broke/{meeting.number}/{one}"])]
+            return self._void(meeting, {(broke or meeting.members)[-1]: UNREACHABLE})
+        if meeting.failures and seconds < min(POLL_SECONDS[0] * 2**meeting.failures, self.patience):
+            return None  # not at once: it may take a moment until connections are possible again
+        return self._void(meeting, {})
 
     def _void(self, meeting: Meeting, lost: dict[int, str]) -> Meeting:
         """Decide that an attempt is void. If nobody is left but newcomers, those go on who got the state already."""

@@ -85,14 +85,10 @@ def take_part(
     """What `train_elastic` does, with a model that was made already."""
     seconds, job = patience_seconds(patience), trainee.job
     record = Record() if out is None else Record.read(out / "membership.jsonl")
-    about = identity(job, trainee)
-    saved = None if out is None else _Saved(out, about, keep)
-    brought = Brought()
-    if out is not None and not resume:
-        _refuse_old_run(out)
-        out.mkdir(parents=True, exist_ok=True)
-    elif saved is not None:
-        brought = saved.load(trainee, record)
+    about, brought, saved = identity(job, trainee), Brought(), None
+    if out is not None:
+        saved = _Saved(out, about, keep, resume)
+        brought = saved.load(trainee, record) if resume else brought
     found, is_finished = find_store(at, secret_file), False
     try:
         _check_job(found.notes, about)
@@ -101,8 +97,7 @@ def take_part(
             while True:
                 member = _member(found.notes, trainee, record, brought, seconds, ledger)
                 member.after_round = partial(_after, member, saved, after_round)
-                if saved is not None:
-                    member.on_state = partial(saved.set_aside, record)
+                member.on_state = member.on_state if saved is None else partial(saved.set_aside, record)
                 try:
                     member.run(min_ranks)
                     is_finished = True
@@ -188,7 +183,10 @@ def _how_to_go_on(at: str, out: Path | None) -> str:
 class _Saved:
     """The checkpoints of this rank, on its own disk."""
 
-    def __init__(self, out: Path, about: dict[str, Any], keep: int) -> None:
+    def __init__(self, out: Path, about: dict[str, Any], keep: int, resume: bool) -> None:
+        if not resume:
+            _refuse_old_run(out)
+            out.mkdir(parents=True, exist_ok=True)
         self._checkpoints = Checkpoints(out / "checkpoints", solo(), about, keep, print_line)
         self._at = -CHECKPOINT_SECONDS
 

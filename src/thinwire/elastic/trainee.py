@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 from thinwire import registry
+from thinwire.comm.background import BackgroundWork
 from thinwire.comm.base import Comm
 from thinwire.comm.board import Board
 from thinwire.comm.collectives import coalesced
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.threads import ThreadComm
+from thinwire.common.dtypes import is_averaged
 from thinwire.common.fetching import fetch
 from thinwire.common.tensors import named_persistent_buffers, to_bytes, unflatten
 from thinwire.data import derive_seed, num_samples, to_device
@@ -102,6 +105,7 @@ class Trainee:
 
     def _begin_round(self) -> None:
         """Note what a round that turns out void leaves as it was."""
+        self.in_flight: list[BackgroundWork[None]] = []  # beside what the averager exchanges
         self._moments: tuple[Tree, dict[str, Tensor]] | None = None  # at the beginning of a round with newcomers
         self.states: list[ReducerState] = list(self.averager.states)
         self.buffers = [buffer.detach().clone() for buffer in named_persistent_buffers(self.model).values()]
@@ -142,23 +146,33 @@ class Trainee:
         """Start to average how far the members have moved."""
         self.averager.weight = weight
         self.averager.start(with_snapshot=False)
+        self.counts = [buffer.clone() for buffer in _counts(self.model)]
+        if self.counts:
+            lane, before, counts = self.averager.lanes[0], self.averager.in_flight[0].work, self.counts
+            self.in_flight = [lane.in_background(lambda: _give_first(counts, lane, before), self.job.device)]
 
     def is_over(self) -> bool:
         """Whether all results of the exchange are here, or an error."""
-        return all(work.future.done() for exchange in self.averager.in_flight for work in exchange.work)
+        everything = (*self.averager.in_flight[0].work, *self.in_flight)
+        return _has_failed(everything) or all(work.future.done() for work in everything)
 
     def result(self) -> None:
         """Raise the error of an exchange that failed."""
-        self.averager.in_flight[0].wait()
+        everything = (*self.averager.in_flight[0].work, *self.in_flight)
+        for work in sorted(everything, key=lambda work: not work.future.done()):  # first one that failed
+            work.wait()
 
     def merge(self) -> None:
         """Take the result of the exchange, which is committed."""
         self.averager.merge()
+        for buffer, count in zip(_counts(self.model), self.counts, strict=True):
+            buffer.copy_(count)
         self._begin_round()
 
     def discard(self) -> None:
         """Forget the exchange: everything is as before it. Call `use_group` before the next one."""
         self.averager.in_flight.clear()
+        self.in_flight = []
         self.averager.states = list(self.states)
 
     # ---- what all members share
@@ -210,6 +224,22 @@ class Trainee:
         self.averager.momentum.copy_(state["momentum"])
         self.averager.states = load_states(self.averager.states, state["reducer"])
         self._begin_round()
+
+
+def _counts(model: nn.Module) -> list[Tensor]:
+    """Persistent buffers that have no mean, as BatchNorm's number of batches."""
+    return [b for b in named_persistent_buffers(model).values() if not is_averaged(b)]
+
+
+def _has_failed(works: Sequence[BackgroundWork[None]]) -> bool:
+    return any(work.future.done() and work.future.exception() is not None for work in works)
+
+
+def _give_first(tensors: list[Tensor], comm: Comm, before: Sequence[BackgroundWork[None]]) -> None:
+    """Make tensors those of the first member. It trains in every step: others have none where the rest is small."""
+    if _has_failed(before):
+        return  # what is sent over a group that is broken may never arrive
+    coalesced(tensors, lambda flat: comm.broadcast(flat, 0))
 
 
 def _checksum(tensors: list[Tensor]) -> int:
