@@ -27,9 +27,10 @@ from thinwire.tasks.base import Task
 
 DOCS = Path(__file__).parent.parent / "docs"
 STRATEGIES = [
-    "data_parallel", "data_parallel(reducer=bf16)", "data_parallel(reducer=maxnorm(bits=4))",
+    "data_parallel", "data_parallel(reducer=bf16)", "data_parallel(reducer=maxnorm)",
+    "data_parallel(reducer=maxnorm(bits=4))", "data_parallel(reducer=error_feedback(maxnorm(bits=4)))",
     "data_parallel(reducer=powersgd(rank=4))", "local_sgd", "diloco", "diloco(fragments=4)",
-    "daso(warmup_epochs=1, cooldown_epochs=1)",
+    "diloco(fragments=4, reducer=maxnorm(bits=4))", "daso(warmup_epochs=1, cooldown_epochs=1)",
 ]  # fmt: skip
 RANKS, RANKS_PER_NODE = [8, 64, 512, 1024], 8
 RATES = [100.0, 1_000.0, 10_000.0, 100_000.0]
@@ -137,7 +138,7 @@ def render(rows: list[dict]) -> str:
         "`daso` was left out for models of more than 10⁹ parameters.", "",
         "Made by `python benchmarks/scale.py --json docs/scale.json` and `python benchmarks/scale.py --render`.", "",
     ]  # fmt: skip
-    for model in dict.fromkeys(row["model"] for row in rows):
+    for model in (one for one in MODELS if any(row["model"] == one for row in rows)):
         of_model = [row for row in rows if row["model"] == model]
         one = of_model[0]
         lines += [

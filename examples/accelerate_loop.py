@@ -6,14 +6,13 @@ torchrun --nproc-per-node 2 -m examples.accelerate_loop "diloco(every=8)" --roun
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-from examples.tiny_gpt2 import gpt2, outcome, pieces, show
+from examples.tiny_gpt2 import gpt2, main, outcome, pieces
 from thinwire.integrations.accelerate import attach, rounds
 
 
@@ -42,11 +41,4 @@ def train(spec: str, in_rounds: bool) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("spec")
-    parser.add_argument("--rounds", action="store_true")
-    args = parser.parse_args()
-    found = train(args.spec, args.rounds)
-    if Accelerator().is_main_process:
-        show(found)
-    Accelerator().end_training()
+    main(train)

@@ -6,15 +6,13 @@ torchrun --nproc-per-node 2 -m examples.huggingface_loop "diloco(every=8)" --rou
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import Trainer, TrainingArguments
 
-from examples.tiny_gpt2 import gpt2, outcome, pieces, show
+from examples.tiny_gpt2 import gpt2, main, outcome, pieces
 from thinwire.integrations.huggingface import AttachCallback, RoundsCallback
 
 
@@ -38,11 +36,4 @@ def train(spec: str, in_rounds: bool) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("spec")
-    parser.add_argument("--rounds", action="store_true")
-    args = parser.parse_args()
-    found = train(args.spec, args.rounds)
-    if dist.get_rank() == 0:
-        show(found)
-    dist.destroy_process_group()
+    main(train)

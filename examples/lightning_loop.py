@@ -6,17 +6,15 @@ torchrun --nproc-per-node 2 -m examples.lightning_loop "diloco(every=8)" --round
 
 from __future__ import annotations
 
-import argparse
 import os
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from examples.tiny_gpt2 import gpt2, outcome, pieces, show
+from examples.tiny_gpt2 import gpt2, main, outcome, pieces
 from thinwire.integrations.lightning import AttachStrategy, RoundsStrategy
 
 
@@ -39,7 +37,7 @@ class Language(LightningModule):
 def train(spec: str, in_rounds: bool) -> dict[str, Any]:
     strategy: Any = RoundsStrategy(spec) if in_rounds else AttachStrategy(spec)
     trainer = Trainer(
-        strategy=strategy, devices=int(os.environ["LOCAL_WORLD_SIZE"]), max_epochs=2, logger=False,
+        strategy=strategy, devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1)), max_epochs=2, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     module = Language()
@@ -51,11 +49,4 @@ def train(spec: str, in_rounds: bool) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("spec")
-    parser.add_argument("--rounds", action="store_true")
-    args = parser.parse_args()
-    found = train(args.spec, args.rounds)
-    if dist.get_rank() == 0:
-        show(found)
-    dist.destroy_process_group()
+    main(train)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,8 +38,10 @@ def pieces(count: int = 960) -> list[dict[str, Tensor]]:
 def outcome(losses: list[float], model: nn.Module, exchange: Any) -> dict[str, Any]:
     """This rank's losses, whether all ranks have the same weights, and the bytes that this rank sent. Collective."""
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    everywhere = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
-    dist.all_gather(everywhere, weights)
+    everywhere = [weights]
+    if dist.is_initialized():  # else it is a single process
+        everywhere = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+        dist.all_gather(everywhere, weights)
     sent = sum(row["wire_bytes"] for row in exchange.ledger.rows() if row["purpose"] == "train")
     return {
         "losses": losses,
@@ -51,3 +55,16 @@ def show(found: dict[str, Any]) -> None:
     first, last = found["losses"][0], found["losses"][-1]
     equal = "equal" if found["ranks are equal"] else "NOT equal"
     print(f"loss {first:.3f} to {last:.3f}; ranks are {equal}; each sent {found['bytes']:,} bytes", flush=True)
+
+
+def main(train: Callable[[str, bool], dict[str, Any]]) -> None:
+    """Train with the spec of the command line, as a reducer or in rounds; rank 0 shows what came out."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("spec")
+    parser.add_argument("--rounds", action="store_true")
+    args = parser.parse_args()
+    found = train(args.spec, args.rounds)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        show(found)
+    if dist.is_initialized():
+        dist.destroy_process_group()

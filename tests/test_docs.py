@@ -51,6 +51,12 @@ def test_python_blocks_run_in_order(page: Path, tmp_path: Path, monkeypatch: pyt
         exec(compile(block, str(page), "exec"), names)
 
 
+def test_a_framework_needs_at_most_three_new_lines() -> None:
+    new = [re.findall(r"^\+.*", block, re.M) for block in blocks(ROOT / "docs" / "loops.md", "diff")]
+    assert len(new) == 5, "Lightning, Hugging Face, Accelerate with gradients and with rounds, Ray"
+    assert all(1 <= len(lines) <= 3 for lines in new)
+
+
 ALONE = ("thinwire plan ", "thinwire doctor", "thinwire list")  # need nothing and leave nothing: once is enough
 
 

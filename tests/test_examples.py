@@ -13,7 +13,7 @@ import pytest
 
 from examples import sharded_loop
 from tests.frameworks import FEEDBACK, launched
-from tests.programs import ROOT
+from tests.programs import PYTHON, ROOT
 from tests.ray_environment import ray_environment
 from tests.worlds import ProcessWorlds
 from thinwire.comm.base import Comm
@@ -66,6 +66,20 @@ def test_a_loop_in_a_framework_learns_and_sends_little(
         assert found["losses"][-1] < 2.5
         assert found["ranks are equal"]
         assert found["bytes"] / found["bytes of one gradient"] == pytest.approx(gradients, rel=0.02)
+
+
+@pytest.mark.usefixtures("program_server")
+@pytest.mark.parametrize("framework", NEEDS)
+def test_the_same_script_runs_without_torchrun(framework: str) -> None:
+    if not all(find_spec(name) for name in NEEDS[framework]):
+        pytest.skip(f"needs the packages {' and '.join(NEEDS[framework])}")
+    for arguments in (["maxnorm"], ["diloco(every=8)", "--rounds"]):
+        ran = subprocess.run(
+            [*PYTHON, "-m", f"examples.{framework}_loop", *arguments], cwd=ROOT, capture_output=True, text=True,
+            timeout=100, check=False,
+        )  # fmt: skip
+        assert ran.returncode == 0, ran.stderr[-6000:]
+        assert "ranks are equal; each sent 0 bytes" in ran.stdout
 
 
 @pytest.mark.timeout(600)

@@ -139,7 +139,7 @@ def test_the_rest_of_a_cell_is_estimated_from_what_is_known(tmp_path: Path) -> N
     seconds.append(own.estimate(cell, tmp_path))
     run = cell.folder(tmp_path)
     run.path.mkdir(parents=True)
-    run.metrics.write_text(json.dumps({"epoch": 20, "seconds": 20 * 40.0}) + "\n")
+    run.metrics.write_text(json.dumps({"step": 140, "epoch": 20, "seconds": 20 * 40.0}) + "\n")
     seconds.append(own.estimate(cell, tmp_path))
     by_epoch = [cell.model.epoch_seconds, 100, 50]
     expected = [results.START_SECONDS + 1.1 * 30 * each for each in by_epoch]
@@ -211,7 +211,7 @@ def watched(tmp_path: Path, epoch: int, seconds_left: float) -> bool:
         with stopped_by_signals(), stopping.stopped_in_time(run, config, time.monotonic() + seconds_left) as watch:
             time.sleep(3 * stopping.POLL_SECONDS)  # it looks before there is a checkpoint
             run.path.mkdir()
-            run.append(run.metrics, [{"epoch": e, "seconds": 10.0 * e} for e in range(1, epoch + 1)])
+            run.append(run.metrics, [{"step": 7 * e, "epoch": e, "seconds": 10.0 * e} for e in range(1, epoch + 1)])
             checkpoint(run, 7 * epoch, ranks=2)
             threading.Event().wait(5 * stopping.POLL_SECONDS)
     except Stopped:

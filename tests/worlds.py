@@ -12,12 +12,14 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from functools import cache
 from multiprocessing import forkserver
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import thinwire as tw
@@ -27,6 +29,7 @@ from thinwire.comm.process_groups import without_grace
 from thinwire.comm.store import local_store
 
 REPLY_SECONDS = 100
+PATIENCE_SECONDS = 60.0
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 World = Callable[..., list[Any]]  # run(function, ranks, *args) → each rank's result
 
@@ -148,8 +151,6 @@ def _told(pipe: Any) -> str:
 
 
 def _run_once(world: dict[str, int], port: int, pipe: Any, function: Callable[..., Any], args: Any) -> None:
-    import torch
-
     torch.set_num_threads(1)
     os.environ.update({name: str(value) for name, value in world.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
@@ -171,8 +172,6 @@ def _end_with_the_fork_server() -> None:
 
 
 def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
-    import torch
-
     _end_with_the_fork_server()
     gc.freeze()  # what the fork server imported stays: no search for garbage looks at it
     torch.set_num_threads(1)
@@ -182,7 +181,7 @@ def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
     )  # fmt: skip
     opened: list[Callable[[], None]] = []
     user_groups.atexit = SimpleNamespace(register=opened.append)  # type: ignore[assignment]  # closed after each function
-    with suppress(EOFError), tw.join(patience=60) as comm:
+    with suppress(EOFError), tw.join(patience=PATIENCE_SECONDS) as comm:
         while True:
             function, args = pickle.loads(pipe.recv_bytes())
             ledger = Ledger()
@@ -192,10 +191,19 @@ def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
                 reply = (True, function(comm, *args))
             except BaseException:
                 reply = (False, traceback.format_exc())
+            _be_patient_again(comm)
             comm.close_subgroups()
             while opened:
                 opened.pop()()
             pipe.send_bytes(pickle.dumps(reply))
+
+
+def _be_patient_again(comm: Any) -> None:
+    """As at first: a function that runs the program of a rank makes the world more patient."""
+    for group in (comm.group, comm.side_group):
+        group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=PATIENCE_SECONDS))
+    if comm.watch is not None:
+        comm.watch.patience = PATIENCE_SECONDS
 
 
 @cache

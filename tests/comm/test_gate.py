@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -106,7 +106,7 @@ def wait_for(holds: Callable[[], object]) -> None:
 
 
 def proven(gate_hello: bytes, secret: Secret, role: str, where: str, nonce: bytes = bytes(32)) -> bytes:
-    return RANK + nonce + secret.prove(role, where.encode(), gate_hello[16:], nonce)
+    return RANK + nonce + secret.prove(role, GATE, RANK, where.encode(), gate_hello[16:], nonce)
 
 
 def test_who_knows_the_secret_gets_through_and_is_not_reported(gate: Gate, told: list[str]) -> None:
@@ -269,6 +269,11 @@ def test_a_proof_of_the_other_role_or_another_secret_is_refused(gate: Gate) -> N
         with reach(gate) as peer:
             peer.sendall(proven(receive(peer, HELLO_BYTES, soon()), secret, role, said))
             assert is_refused(peer)
+    with reach(gate) as peer:  # of another version of the protocol
+        hello = receive(peer, HELLO_BYTES, soon())
+        other = SECRET.prove("rank", GATE, b"thinwire rank 2\n", where.encode(), hello[16:], bytes(32))
+        peer.sendall(RANK + bytes(32) + other)
+        assert is_refused(peer)
     with reach(gate) as peer:  # the right one, made by hand
         peer.sendall(proven(receive(peer, HELLO_BYTES, soon()), SECRET, "rank", where) + b"hello")
         assert receive(peer, 37, soon())[32:] == b"hello"
@@ -288,6 +293,63 @@ def test_strangers_who_hold_connections_do_not_keep_ranks_out(
         for one in held:
             one.close()
     assert "(10 attempts so far)" in told[1], "said at the first, and at the tenth"
+
+
+def test_a_gate_that_is_late_is_asked_again(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process was stopped, or had too much to do; it is not taken for a store that asks for no secret."""
+    late, greet = [0.8], gates.greet
+
+    def greet_late(peer: socket.socket, secret: Secret, until: float) -> bytes:
+        time.sleep(late.pop() if late else 0)
+        return greet(peer, secret, soon())
+
+    monkeypatch.setattr(gates, "greet", greet_late)
+    assert works(gate)
+    assert not late
+
+
+def test_what_takes_connections_and_says_nothing_is_no_store_without_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HANDSHAKE_SECONDS", "PING_SECONDS"):
+        monkeypatch.setattr(gates, name, 0.2)
+    with listener() as silent, pytest.raises(TimeoutError, match="says nothing"):
+        connect_through("127.0.0.1", port_of(silent), SECRET, soon(1))
+
+
+def test_strangers_of_one_address_drop_each_other_and_not_a_rank_that_is_slow(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank has said nothing yet, as one that is far away, when they come, and so is the oldest of all."""
+    monkeypatch.setattr(gates, "HANDSHAKE_SECONDS", 30.0)
+    monkeypatch.setattr(gates, "MOST_HALF_OPEN", 8)
+    with reach(gate) as rank, ExitStack() as strangers:
+        hello = receive(rank, HELLO_BYTES, soon())
+        for _ in range(40):
+            one = strangers.enter_context(socket.create_connection((gate.address, gate.port), 10, ("127.0.0.9", 0)))
+            with suppress(EOFError, ConnectionError):  # dropped already
+                receive(one, HELLO_BYTES, soon())
+        rank.sendall(proven(hello, SECRET, "rank", f"127.0.0.1:{gate.port}") + b"hello")
+        assert receive(rank, 37, soon())[32:] == b"hello"
+        assert len(gate._half_open) <= 8
+
+
+def test_a_gate_that_cannot_start_a_thread_is_there_for_the_next_connection(
+    gate: Gate, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, limit = threading.Thread.start, [0]
+
+    def start_unless_full(thread: threading.Thread) -> None:
+        if thread.name == "thinwire-gate-handshake" and limit:
+            limit.pop()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_unless_full)
+    with reach(gate) as peer:
+        assert is_refused(peer)
+    assert works(gate)
+    assert len(told) == 1
+    assert "no more threads" in told[0]
+    assert not gate._half_open
 
 
 def test_a_store_of_torch_works_through_a_passage(told: list[str]) -> None:
@@ -331,6 +393,12 @@ def test_a_file_without_a_secret_is_refused(content: bytes | None, why: str, tmp
     with pytest.raises(UsageError, match=f"{why}.*openssl rand") as caught:
         read_secret(file)
     assert "short" not in str(caught.value)
+
+
+def test_a_pipe_in_the_place_of_the_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "secret.txt", 0o600)
+    with pytest.raises(UsageError, match="it is no regular file"):
+        read_secret(tmp_path / "secret.txt")
 
 
 def test_the_environment_has_the_secret_if_no_file_has(monkeypatch: pytest.MonkeyPatch) -> None:

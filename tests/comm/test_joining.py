@@ -24,17 +24,53 @@ with tw.join() as comm:
     pair = comm.split([[0], [1, 2]], "part") if comm.size == 3 else comm
     print(x.double().sum().item(), pair.mean(x).double().sum().item())
 """
+ATTACH = """
+import os
+import torch
+import torch.distributed as dist
+import thinwire as tw
+from thinwire.comm import peers
+from thinwire.comm.secret import Secret
+from thinwire.comm.user_groups import comm_like, process_group
+with tw.join() as comm:
+    if comm.rank == int(os.environ["IMPOSTOR"]):  # stands for who took the place of a rank after it had joined
+        peers.world_secret = Secret("a secret that was changed yesterday")
+    try:
+        group = comm_like(process_group("world", "attach"), torch.device("cpu"))
+        print(group.split([[0, 1]], "part").sum(torch.ones(1)).item())
+    except tw.RunError as error:
+        print(error)
+assert peers.world_secret is None, "the next world has another one"
+"""
+OWN_GROUP = """
+import torch
+import torch.distributed as dist
+import thinwire as tw
+dist.init_process_group("gloo")
+try:
+    with tw.join() as comm:
+        part = comm.split([[0, 1]], "part")
+        print(part.sum(torch.ones(1)).item(), part.secret)
+except tw.RunError as error:
+    print(error)
+dist.destroy_process_group()
+"""
 SECRET, OTHER = "a secret that no other program knows", "a secret that was changed yesterday"
 
 pytestmark = pytest.mark.usefixtures("program_server")
 
 
 def join(
-    folder: Path, secrets: Sequence[str | None], wait_for: Sequence[int], port: str = "", **more: str
+    folder: Path,
+    secrets: Sequence[str | None],
+    wait_for: Sequence[int],
+    port: str = "",
+    program: str = SCRIPT,
+    **more: str,
 ) -> list[str]:
     """Start a rank with each secret, and wait for some of them; what those print, errors too."""
     script = folder / "joins.py"
-    script.write_text(SCRIPT)
+    script.write_text(program)
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port or free_port("127.0.0.1"), "WORLD_SIZE": str(len(secrets))}
     env = {**os.environ, **world, "PYTHONPATH": str(programs.ROOT), **more}
     started = [
@@ -56,6 +92,22 @@ def test_ranks_with_a_secret_get_what_ranks_without_one_get(tmp_path: Path) -> N
     with_secret = join(tmp_path, [SECRET] * 3, range(3))
     assert with_secret == join(tmp_path, [None] * 3, range(3))
     assert all(len(printed.split()) == 2 for printed in with_secret)
+
+
+def test_groups_for_loops_that_are_not_ours_are_tried_too(tmp_path: Path) -> None:
+    """Those of attach and rounds, which their members alone make, in a world that was joined with a secret."""
+    for impostor, said in ((-1, "2.0"), (1, "somebody who does not know the secret")):
+        found = join(tmp_path, [SECRET] * 2, range(2), program=ATTACH, IMPOSTOR=str(impostor))
+        assert all(said in printed for printed in found), found
+
+
+def test_a_process_group_that_was_there_before_is_tried_when_it_is_joined(tmp_path: Path) -> None:
+    found = join(tmp_path, [SECRET] * 2, range(2), program=OWN_GROUP)
+    assert all("2.0 Secret(hidden)" in printed for printed in found), found
+    found = join(tmp_path, [SECRET, OTHER], range(2), program=OWN_GROUP)
+    assert all("somebody who does not know the secret" in printed for printed in found), found
+    found = join(tmp_path, [None] * 2, range(2), program=OWN_GROUP)
+    assert all("2.0 None" in printed for printed in found), found
 
 
 def test_under_torchrun_the_store_with_a_secret_is_beside_that_of_torchrun(tmp_path: Path) -> None:

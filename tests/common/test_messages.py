@@ -166,3 +166,8 @@ def test_a_line_takes_the_place_of_the_bar_of_another_process(monkeypatch: pytes
         while len(shown) < len(expected):
             shown += screen.read(100)
     assert shown == expected
+
+
+def test_a_line_with_names_of_others_does_not_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    print_line("rank 3 (\x1b]0;title\x07\x1b[2J) joins\n2 ranks go on\r")
+    assert capsys.readouterr().err == "rank 3 (\\x1b]0;title\\x07\\x1b[2J) joins\n2 ranks go on\\r\n"

@@ -71,7 +71,7 @@ def test_bytes_that_cost_are_those_between_nodes_where_there_are_several(tmp_pat
     sent = {"train": {"inside": 10**12, "between": 3_000_000}, "sync": {"inside": 5, "between": 1_000_000},
             "eval": {"inside": 7, "between": 10**11}}  # fmt: skip
     run.save_summary(json.loads(run.summary.read_text()) | {"wire_bytes_by_purpose": sent})
-    rows = [json.loads(line) | {"training_bytes_between": 4e6} for line in run.metrics.read_text().splitlines()]
+    rows = [json.loads(line) | {"training_bytes_between": 4_000_000} for line in run.metrics.read_text().splitlines()]
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     html = page(read_results(results.folder))
     _, loud, quiet = drawn(html)["front-bytes"]["data"]

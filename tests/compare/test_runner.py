@@ -363,8 +363,11 @@ def test_what_a_killed_comparison_left_is_removed_by_the_next_and_nothing_else(t
     process.communicate()
     left = list(tmp_path.glob(f"thinwire-{process.pid}-*"))
     assert left
+    elsewhere = tmp_path / f"thinwire-{process.pid}-{0:08x}-of-another-machine"
+    elsewhere.mkdir()
     (tmp_path / "thinwire-notes-mine").mkdir()
     (tmp_path / f"thinwire-{os.getpid()}-running").mkdir()
     thinwire("compare", "--out", "cmp", "--resume", folder=tmp_path)
     remaining = {path.name for path in tmp_path.glob("thinwire-*-*") if path.is_dir()}
-    assert remaining == {"thinwire-notes-mine", f"thinwire-{os.getpid()}-running"}
+    assert remaining == {"thinwire-notes-mine", f"thinwire-{os.getpid()}-running", elsewhere.name}
+    assert not list(Path("/tmp").glob(f"thinwire-{process.pid}-*")), "where sockets were, whose names have a limit"

@@ -168,6 +168,63 @@ def test_a_run_whose_ranks_have_all_gone_goes_on_from_a_checkpoint(tmp_path: Pat
     assert not any(row.lost or row.joined for row in rows)
 
 
+@pytest.mark.usefixtures("program_server")
+def test_whom_the_store_refuses_the_rank_that_opened_it_reports(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The process of the store has no standard error of its own, because it may outlive the rank."""
+    secret, said = tmp_path / "secret.txt", []
+    secret.touch(mode=0o600)
+    secret.write_text("correct horse battery staple")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    def has_said(text: str) -> bool:
+        said.append(capsys.readouterr().err)
+        return text in "".join(said)
+
+    def knock(count: int) -> None:
+        for _ in range(count):
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+
+    found = find_store(f"127.0.0.1:{port}", secret, "lo")
+    try:
+        knock(1)
+        wait_for(lambda: has_said(f"refused a connection from 127.0.0.1 to 127.0.0.1:{port}: "), 20)
+        knock(9)
+        wait_for(lambda: has_said("(10 attempts so far)"), 20)
+    finally:
+        found.notes.write("finished")
+        found.close(is_finished=True)
+    assert found.keeper is not None
+    assert "correct horse" not in "".join(said)
+
+
+def test_the_store_listens_at_the_interface_that_was_asked_for_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, opened = {"127.0.0.1": "lo", "10.0.0.7": "eth0", "10.8.0.7": "wg0"}, []
+    for module in ("thinwire.elastic.keeper", "thinwire.comm.addresses"):
+        monkeypatch.setattr(f"{module}.own_addresses", lambda: known)
+
+    def open_store(address: str, port: int, secret_file: Path | None) -> None:
+        opened.append(address)
+        raise UsageError("as far as this test goes")
+
+    monkeypatch.setattr("thinwire.elastic.keeper._open", open_store)
+    names = {"node7": ("127.0.0.1", "10.0.0.7", "10.8.0.7")}
+    monkeypatch.setattr("thinwire.elastic.keeper.resolve_host", lambda host: names.get(host, (host,)))
+    other = r"--iface wg0 has 10.8.0.7, but the store of --elastic 10.0.0.7:29400 listens at 10.0.0.7 \(eth0\); give"
+    with pytest.raises(UsageError, match=f"{other} --elastic 10.8.0.7:29400 on every rank"):
+        find_store("10.0.0.7:29400", iface="wg0")
+    with pytest.raises(UsageError, match="--iface eth77: it is no interface"):
+        find_store("192.0.2.7:29400", iface="eth77")
+    assert opened == [], "refused before anything listens"
+    for place, iface in (("10.8.0.7", "wg0"), ("node7", "wg0"), ("node7", "auto")):
+        with pytest.raises(UsageError, match="as far as"):
+            find_store(f"{place}:29400", iface=iface)
+    assert opened == ["10.8.0.7", "10.8.0.7", "127.0.0.1"]
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -10,12 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import Shard
 
 import thinwire as tw
 from tests.golden import runs
 from tests.training import batches, part, same
 from tests.worlds import ProcessWorlds, mesh_of
 from thinwire.comm.base import Comm
+from thinwire.common import messages
 
 torch.manual_seed(7)
 MODEL = nn.Sequential(nn.Linear(6, 33), nn.Tanh(), nn.Linear(33, 33), nn.Tanh(), nn.Linear(33, 3))
@@ -79,6 +82,17 @@ def test_the_mean_is_what_torchs_own_hsdp_computes(process_world: ProcessWorlds,
             torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)
 
 
+def columns_where_they_are_even(parameter: nn.Parameter) -> Shard:
+    return Shard(int(parameter.dim() > 1 and parameter.shape[1] % 2 == 0))
+
+
+def test_the_mean_of_columns_is_what_torchs_own_hsdp_computes(process_world: ProcessWorlds) -> None:
+    options = {"shard_placement_fn": columns_where_they_are_even}
+    (found, _), (wanted, _) = (process_world.run(train, 4, spec, None, 1, options)[0] for spec in ("mean", ""))
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("spec", [spec for specs in runs.reducers().values() for spec in specs])
 def test_replicas_stay_equal_with_every_reducer(process_world: ProcessWorlds, spec: str) -> None:
     models = [model for model, _ in process_world.run(train, 4, spec)]
@@ -134,8 +148,18 @@ def test_nodes_are_equal_however_they_begin(process_world: ProcessWorlds, case: 
     assert all(process_world.run(beginning, 4, case))
 
 
+def on_two_meshes() -> nn.Module:
+    """Weights over one dimension of the mesh and biases over the other, as experts and the rest may be: two groups."""
+    mesh = mesh_with(2)
+    kinds = [FSDPMeshInfo(mesh[name], shard_mesh_dim=0) for name in ("nodes", "shards")]
+    model = copy.deepcopy(MODEL)
+    return fully_shard(
+        model, mesh=mesh["shards"], shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), kinds[p.dim() - 1])
+    )
+
+
 def refused(comm: Comm, case: str) -> str:
-    model = sharded(2 if case == "two dimensions" else 1)
+    model = on_two_meshes() if case == "two groups" else sharded(2 if case == "two dimensions" else 1)
     if case in ("state of another shard", "unfrozen"):
         model[0].requires_grad_(case != "unfrozen")
         attached = tw.attach(model, FEEDBACK)
@@ -179,6 +203,7 @@ def _train_unfrozen(model: nn.Module) -> None:
         ("state of another shard", "the state is of rank"),
         ("unfrozen", "was frozen or unfrozen after attach"),
         ("two dimensions", 'fully_shard(module, mesh=mesh["shards"])'),
+        ("two groups", "possible: one mesh of one dimension, the ranks of a node"),
         ("plain", "wrap the model in DistributedDataParallel first, or shard it by fully_shard"),
         ("twice", "it takes one for its whole life"),
         ("unused", "set_reduce_scatter_unused_params(True)"),
@@ -189,7 +214,10 @@ def test_what_cannot_be_is_refused_with_what_to_do(process_world: ProcessWorlds,
         assert message in found
 
 
-def test_a_single_process_exchanges_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_single_process_exchanges_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "_said", set())
     assert not dist.is_initialized()
     attached = tw.attach(nn.Linear(2, 2), FEEDBACK)
     attached.load_state_dict(attached.state_dict())

@@ -162,3 +162,38 @@ def two_models(comm: Comm) -> list[int]:
 
 def test_of_two_models_each_counts_the_steps_of_its_own_optimizer(process_world: ProcessWorlds) -> None:
     assert process_world.run(two_models, RANKS) == [[4, 2]] * RANKS
+
+
+def unfrozen(comm: Comm, folder: Path) -> tuple[bool, int, Any]:
+    """A layer is unfrozen: the rounds are closed and made again. Returns whether ranks are equal and a state fits."""
+    from thinwire.integrations.accelerate import rounds
+
+    with launched(comm):
+        accelerator = accelerate.Accelerator(cpu=True)
+        net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+        net[0].requires_grad_(False)
+        model, optimizer = accelerator.prepare(net, optimizer)
+        for _ in range(2):
+            handle = rounds(model, "local_sgd(every=2)", accelerator)
+            for _ in range(3):
+                accelerator.backward(model(torch.full((1, 3), comm.rank + 1.0)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            handle.together()
+            calls = sum(row["calls"] for row in handle.ledger.rows() if row["purpose"] == "train")
+            accelerator.save_state(folder)
+            before = weights(net)
+            accelerator.wait_for_everyone()
+            accelerator.load_state(folder)
+            accelerator.wait_for_everyone()
+            handle.close()
+            net[0].requires_grad_(True)
+    return same(before, weights(net)), calls, weights(net)
+
+
+def test_rounds_may_be_closed_and_made_again(process_world: ProcessWorlds, tmp_path: Path) -> None:
+    (fits, calls, one), (_, _, other) = process_world.run(unfrozen, RANKS, tmp_path)
+    assert fits
+    assert calls == 2
+    assert same(one, other)

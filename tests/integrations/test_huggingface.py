@@ -16,30 +16,43 @@ from thinwire.comm.base import Comm
 from thinwire.errors import UsageError
 
 transformers = pytest.importorskip("transformers", reason="needs the extra thinwire[huggingface]")
-pytest.importorskip("accelerate", reason="needs the extra thinwire[huggingface]")
+accelerate = pytest.importorskip("accelerate", reason="needs the extra thinwire[huggingface]")
 
 CASES = [("attach", FEEDBACK), ("rounds", "local_sgd(every=3)"), ("rounds", "diloco(every=4)")]
 
 
-def fit(comm: Comm, kind: str, spec: str, folder: Path, resume: bool | str = False, **options: Any) -> tuple[Any, ...]:
-    """Train by the Trainer; returns weights, bytes sent in training, and the losses that it logged."""
+def made(kind: str, spec: str, folder: Path, **options: Any) -> tuple[Any, Any]:
+    """A Trainer with a callback, and that."""
     from thinwire.integrations.huggingface import AttachCallback, RoundsCallback
 
+    args = transformers.TrainingArguments(
+        output_dir=str(folder), num_train_epochs=EPOCHS, per_device_train_batch_size=BATCH, seed=1,
+        learning_rate=1e-2, lr_scheduler_type="constant", report_to=[], disable_tqdm=True, ddp_backend="gloo",
+        **{"save_strategy": "no", "use_cpu": True, "logging_steps": 1, **options},
+    )  # fmt: skip
+    trainer = transformers.Trainer(gpt2(), args, train_dataset=texts(), eval_dataset=texts()[:8])
+    callback = (AttachCallback if kind == "attach" else RoundsCallback)(trainer, spec)
+    trainer.add_callback(callback)
+    return trainer, callback
+
+
+def exchange_of(callback: Any) -> Any:
+    return callback.exchange if hasattr(callback, "exchange") else callback.rounds
+
+
+def bytes_sent(handle: Any) -> int:
+    return sum(row["wire_bytes"] for row in handle.ledger.rows() if row["purpose"] == "train")
+
+
+def fit(comm: Comm, kind: str, spec: str, folder: Path, resume: bool | str = False, **options: Any) -> tuple[Any, ...]:
+    """Train by the Trainer; returns weights, bytes sent in training, and the losses that it logged."""
     with launched(comm):
-        args = transformers.TrainingArguments(
-            output_dir=str(folder), num_train_epochs=EPOCHS, per_device_train_batch_size=BATCH, seed=1,
-            learning_rate=1e-2, lr_scheduler_type="constant", logging_steps=1, report_to=[], disable_tqdm=True,
-            ddp_backend="gloo", **{"save_strategy": "no", "use_cpu": True, **options},
-        )  # fmt: skip
-        trainer = transformers.Trainer(gpt2(), args, train_dataset=texts(), eval_dataset=texts()[:8])
-        callback = (AttachCallback if kind == "attach" else RoundsCallback)(trainer, spec)
-        trainer.add_callback(callback)
+        trainer, callback = made(kind, spec, folder, **options)
         trainer.train(resume_from_checkpoint=resume or None)
-    handle = callback.exchange if kind == "attach" else callback.rounds
-    sent = sum(row["wire_bytes"] for row in handle.ledger.rows() if row["purpose"] == "train")
+    handle = exchange_of(callback)
     handle.close()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    return weights(trainer.model), sent, losses
+    return weights(trainer.model), bytes_sent(handle), losses
 
 
 @pytest.mark.parametrize(("kind", "spec"), CASES)
@@ -90,3 +103,61 @@ def refused_on_a_cpu_that_was_not_asked_for(comm: Comm, folder: Path) -> str:
 def test_ranks_that_the_trainer_trains_alone_are_refused(process_world: ProcessWorlds, tmp_path: Path) -> None:
     for message in process_world.run(refused_on_a_cpu_that_was_not_asked_for, RANKS, tmp_path):
         assert "started 2 ranks, but the Trainer trains each of them alone" in message
+
+
+def trained_twice(comm: Comm, kind: str, spec: str, folder: Path) -> tuple[Any, list[int]]:
+    sent = []
+    with launched(comm):
+        trainer, callback = made(kind, spec, folder)
+        for _ in range(2):
+            trainer.train()
+            sent.append(bytes_sent(exchange_of(callback)))
+    exchange_of(callback).close()
+    return weights(trainer.model), sent
+
+
+@pytest.mark.parametrize(("kind", "spec"), [CASES[0], CASES[2]])
+def test_a_trainer_may_train_again(process_world: ProcessWorlds, tmp_path: Path, kind: str, spec: str) -> None:
+    (one, (first, second)), (other, _) = process_world.run(trained_twice, RANKS, kind, spec, tmp_path)
+    assert same(one, other)
+    assert second == (2 * first if kind == "attach" else first), "a DDP keeps its exchange; rounds begin anew"
+
+
+def messages_in_steps(comm: Comm, folder: Path) -> list[str]:
+    """What ranks that train separately tell each other between two meetings, besides losses to log."""
+    told = []
+    gather = accelerate.Accelerator.gather
+
+    def note(accelerator: Any, tensor: Any) -> Any:
+        told.append(f"gather of {tensor}")
+        return gather(accelerator, tensor)
+
+    with launched(comm), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accelerate.Accelerator, "gather", note)
+        trainer, callback = made("rounds", "local_sgd(every=3)", folder, logging_steps=100)
+        trainer.train()
+    callback.rounds.close()
+    return told
+
+
+def test_ranks_that_train_separately_send_nothing_in_between(process_world: ProcessWorlds, tmp_path: Path) -> None:
+    assert process_world.run(messages_in_steps, RANKS, tmp_path) == [[], []]
+
+
+def epoch_of_daso(comm: Comm, folder: Path) -> int:
+    """The epochs that daso has counted after a run with an evaluation and a checkpoint in every second step."""
+    options = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    with launched(comm):
+        trainer, callback = made(
+            "rounds", "daso(ranks_per_node=1, warmup_epochs=1, cooldown_epochs=0)", folder, **options
+        )
+        trainer.train()
+    callback.rounds.close()
+    counted: int = callback.rounds.state_dict()["rounds"]["counts"]["epoch"]
+    return counted
+
+
+def test_daso_counts_the_epochs_of_the_trainer_and_not_its_checkpoints(
+    process_world: ProcessWorlds, tmp_path: Path
+) -> None:
+    assert process_world.run(epoch_of_daso, RANKS, tmp_path) == [EPOCHS] * RANKS

@@ -403,11 +403,13 @@ def test_a_full_disk_is_one_message_and_loses_nothing(tmp_path: Path) -> None:
     assert done.stdout.split()[0].startswith("step-"), "no scraps, and a checkpoint is there"
 
 
-def test_a_folder_whose_name_is_too_long_for_sockets_is_named(tmp_path: Path) -> None:
+def test_a_folder_whose_name_is_too_long_for_sockets_is_used_for_the_rest(tmp_path: Path) -> None:
     folder = tmp_path / ("x" * 110)
     folder.mkdir()
-    command = [*programs.PYTHON, "-m", "thinwire", "train", "--ranks", "2", "--out", str(tmp_path / "run")]
-    done = subprocess.run(command, env={**FAST, "TMPDIR": str(folder)}, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert "set TMPDIR to a shorter one" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    arguments = ("train", "--task", "synthetic", "--ranks", "2", "--epochs", "1", "--out", str(tmp_path / "run"))
+    command = [*programs.PYTHON, "-m", "thinwire", *arguments]
+    process = subprocess.Popen(command, env={**FAST, "TMPDIR": str(folder)}, stderr=subprocess.PIPE, text=True)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert not list(folder.iterdir())
+    assert not list(Path("/tmp").glob(f"thinwire-{process.pid}-*"))

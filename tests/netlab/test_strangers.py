@@ -174,3 +174,41 @@ def test_strangers_on_the_network_neither_join_nor_disturb(lab: Lab, tmp_path: P
     files = [path for path in out.rglob("*") if path.is_file()]
     assert not [path for path in files if SECRET.encode() in path.read_bytes()]
     assert SECRET not in said
+
+
+# Opens a gate at the address of another interface, and prints what it reports.
+GATE_ON_LAN = f"""
+import socket, sys
+from pyroute2 import IPRoute
+from thinwire.comm.addresses import addresses_of
+from thinwire.comm.gate import Gate
+from thinwire.comm.secret import Secret
+with IPRoute() as ip:
+    ip.link("add", ifname="lan2", kind="veth", peer={{"ifname": "lan2-end"}})
+    for name in ("lan2", "lan2-end"):
+        ip.link("set", index=ip.link_lookup(ifname=name)[0], state="up")
+    ip.addr("add", index=ip.link_lookup(ifname="lan2")[0], address="10.98.0.1", prefixlen=24)
+store = socket.create_server(("127.0.0.1", 0))
+gate = Gate(addresses_of("lan2")[0], 29500, store.getsockname()[1], Secret("{SECRET}"), lambda t: print(t, flush=True))
+print("ready", flush=True)
+sys.stdin.read()
+"""
+VISITOR = """
+import contextlib, socket, sys
+from pyroute2 import IPRoute
+with IPRoute() as ip:
+    ip.route("add", dst="10.98.0.0/24", gateway=sys.argv[1])
+with contextlib.suppress(ConnectionResetError), socket.create_connection(("10.98.0.1", 29500), 10) as gate:
+    gate.sendall(b"GET / HTTP/1.1\\r\\n\\r\\n")
+    while gate.recv(1000):
+        pass
+"""
+
+
+def test_who_routes_to_the_address_of_another_interface_gets_there_and_is_refused(lab: Lab) -> None:
+    """Linux takes packets to each of its addresses at every interface: a listener's address alone keeps nobody out."""
+    here, there = lab
+    with started(here, GATE_ON_LAN) as gate:
+        assert gate.stdout is not None
+        there.run([sys.executable, "-c", VISITOR, here.address])
+        assert f"refused a connection from {there.address} to 10.98.0.1:29500: it offered no" in gate.stdout.readline()

@@ -20,8 +20,11 @@ from tests import own_parts
 from tests.run.test_options import READ, rows_of, stopped_and_gone_on
 from tests.run.test_worker import alone, same_files, train
 from tests.worlds import ProcessWorlds
+from thinwire.comm.base import Comm
 from thinwire.config import RunConfig
 from thinwire.launch.settings import check_options
+from thinwire.run.network import LinkReport
+from thinwire.run.setup import tracked_settings
 from thinwire.run.tracking import base, tensorboard
 from thinwire.run.tracking.base import numbers
 
@@ -161,6 +164,15 @@ def test_settings_are_told_to_the_tracker(tmp_path: Path) -> None:
     written = b"".join(file.read_bytes() for file in (tmp_path / "run" / "tensorboard").iterdir())
     for told in (b"| lr | 0.25 |", b"| ranks | 1 |", b"| nodes | 1 |", b"| batch_size | 16 |"):
         assert told in written
+
+
+def test_the_link_is_told_to_the_tracker() -> None:
+    def told(comm: Comm) -> dict[str, Any]:
+        return tracked_settings(RunConfig(link="100mbit", nodes=2), comm, LinkReport(True, "shaped", 93.5, 1.2))
+
+    (settings,) = tw.simulate(told, ranks=1)
+    expected = {"link": "100mbit", "link_state": "shaped", "link_rate_mbit": 93.5, "link_latency_ms": 1.2, "ranks": 1}
+    assert expected.items() <= settings.items()
 
 
 def test_only_rank_0_tracks(process_world: ProcessWorlds, tmp_path: Path) -> None:

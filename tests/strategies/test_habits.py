@@ -123,7 +123,17 @@ def with_average(model: nn.Module, rank: int) -> Iterator[None]:
         teacher.update_parameters(model)
 
 
-HABITS: list[Loop] = [with_scaler, with_several_optimizers, as_gan, with_checkpointing, with_average]
+def when_compiled(model: nn.Module, rank: int) -> Iterator[None]:
+    """The model is compiled after its rounds were made, with a backend that computes as torch does."""
+    optimizer, compiled = SGD(trained(model), 0.1), torch.compile(model, backend="eager")
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        error(compiled, inputs(rank, step)).backward()
+        optimizer.step()
+        yield
+
+
+HABITS: list[Loop] = [with_scaler, with_several_optimizers, as_gan, with_checkpointing, with_average, when_compiled]
 
 
 @torch.no_grad()

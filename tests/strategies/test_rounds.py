@@ -17,6 +17,7 @@ import thinwire as tw
 from tests.training import MODELS, batches, part, same, sgd, weights
 from tests.worlds import ProcessWorlds, World, mesh_of, worlds
 from thinwire.comm.base import Comm
+from thinwire.common import messages
 
 SPECS = [
     "local_sgd(every=3)",
@@ -112,6 +113,27 @@ def test_an_own_loop_trains_and_sends_what_prepare_does(world: World, ranks: int
 def test_a_loop_that_goes_on_from_its_state_ends_bit_for_bit_the_same(world: World, ranks: int, spec: str) -> None:
     whole, resumed = world(by_rounds, ranks, spec), world(by_rounds, ranks, spec, 8)
     assert all(same(one[0], other[0]) for one, other in zip(whole, resumed, strict=True))
+
+
+def meeting_in_every_step(comm: Comm, spec: str) -> tuple[bool, Any]:
+    """Whether ranks are equal after each of these meetings; and the state at the end."""
+    net, equal = copy.deepcopy(MODELS[0]), []
+    optimizer = sgd(net.parameters())
+    rounds = tw.rounds(net, spec, comm=comm, epochs=EPOCHS)
+    for epoch in range(EPOCHS):
+        for batch in data(epoch):
+            rounds.after_step(take_step(net, optimizer, part(batch, tw.Shard(comm.rank, comm.size))))
+            rounds.together(ends_epoch=False)
+            equal.append(are_equal(comm, net))
+        rounds.together()
+    return all(equal), rounds.state_dict()["rounds"]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_meetings_in_the_middle_of_an_epoch_make_ranks_equal_and_do_not_end_it(spec: str) -> None:
+    for equal, state in tw.simulate(lambda comm: meeting_in_every_step(comm, spec), ranks=3):
+        assert equal
+        assert state.get("counts", {}).get("epoch", EPOCHS) == EPOCHS
 
 
 def with_everything(comm: Comm) -> tuple[bool, int]:
@@ -352,7 +374,10 @@ def test_what_has_no_rounds_is_refused(spec: str) -> None:
         tw.rounds(model(), spec)
 
 
-def test_a_single_process_has_nobody_to_meet(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_single_process_has_nobody_to_meet(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "_said", set())
     assert not dist.is_initialized()
     net = model()
     before = weights(net)

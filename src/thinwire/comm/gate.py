@@ -5,7 +5,7 @@ others connect. A rank reaches it through a `Passage`: a listener of its own on 
 gate. Both sides prove that they know the secret, by HMAC-SHA256 over both sides' fresh random numbers:
 
     gate → rank    GATE + its nonce, as soon as there is a connection
-    rank → gate    RANK + its nonce + proof("rank", address and port of the gate, both nonces)
+    rank → gate    RANK + its nonce + proof("rank", GATE, RANK, address and port of the gate, both nonces)
     gate → rank    proof("gate", the same), or REFUSED
 
 The roles differ, so no proof can be sent back to whoever made it. The nonces are new for each connection, so none can
@@ -19,7 +19,7 @@ import os
 import socket
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -32,8 +32,9 @@ from thinwire.errors import UsageError
 GATE, RANK = b"thinwire gate 1\n", b"thinwire rank 1\n"  # the version of the protocol is part of them
 REFUSED = b"thinwire refuses".ljust(PROOF_BYTES)
 HANDSHAKE_SECONDS = 10.0
-MOST_HALF_OPEN = 64  # connections that have proved nothing yet; of more, the oldest is dropped
+MOST_HALF_OPEN = 64  # connections that have proved nothing yet; of more, one of the address that has most is dropped
 MOST_ADDRESSES = 1000  # of refused strangers that are counted one by one
+PING_SECONDS = 2.0
 PING = b"\x00\xce\xf7\x85\x3c" + b"\x0d" + b"ping"  # torch's store sends the last four bytes back
 
 
@@ -54,7 +55,7 @@ class Gate:
         self._listener = listen(address, port)
         self.address, self.port = address, int(self._listener.getsockname()[1])
         self._store_port, self._secret, self._report = store_port, secret, report
-        self._half_open: OrderedDict[socket.socket, None] = OrderedDict()
+        self._half_open: dict[socket.socket, str] = {}  # from which address, the oldest first
         self._refused: dict[str, int] = {}
         self._lock = threading.Lock()
         self._relays = Relays("thinwire-gate")
@@ -72,17 +73,34 @@ class Gate:
         self._relays.close()
 
     def _admit(self, peer: socket.socket) -> None:
-        with self._lock:
-            self._half_open[peer] = None
-            if len(self._half_open) > MOST_HALF_OPEN:
-                hang_up(self._half_open.popitem(last=False)[0])  # its thread then ends
-        threading.Thread(target=self._examine, args=(peer,), daemon=True, name="thinwire-gate-handshake").start()
-
-    def _examine(self, peer: socket.socket) -> None:
-        """Let a connection through, or refuse it."""
-        where, until = "an unknown address", time.monotonic() + HANDSHAKE_SECONDS
-        try:
+        where = "an unknown address"
+        with suppress(OSError):  # it has left already
             where = str(peer.getpeername()[0])
+        with self._lock:
+            self._half_open[peer] = where
+            if len(self._half_open) > MOST_HALF_OPEN:
+                self._drop_one()
+        about: Any = {"args": (peer, where), "daemon": True, "name": "thinwire-gate-handshake"}
+        try:
+            threading.Thread(target=self._examine, **about).start()
+        except RuntimeError:  # without this, the gate would be closed for good
+            with self._lock:
+                self._half_open.pop(peer, None)
+            peer.close()
+            self._count(where, "this process can start no more threads")
+
+    def _drop_one(self) -> None:
+        """End the oldest connection of an address that has most: who opens many drops their own, and not a rank's."""
+        numbers = Counter(self._half_open.values())
+        most = max(numbers.values())
+        oldest = next(one for one, where in self._half_open.items() if numbers[where] == most)
+        del self._half_open[oldest]
+        hang_up(oldest)  # its thread then ends
+
+    def _examine(self, peer: socket.socket, where: str) -> None:
+        """Let a connection through, or refuse it."""
+        until = time.monotonic() + HANDSHAKE_SECONDS
+        try:
             proof = greet(peer, self._secret, until)
             with self._lock:
                 self._half_open.pop(peer, None)  # from here on it is not dropped for others
@@ -117,9 +135,7 @@ class Passage:
 
     def __init__(self, address: str, port: int, secret: Secret, seconds: float) -> None:
         self._to, self._secret = (address, port), secret
-        connect_through(
-            address, port, secret, time.monotonic() + seconds
-        ).close()  # so that the first error is raised here
+        connect_through(address, port, secret, time.monotonic() + seconds).close()  # the first error is raised here
         self._relays = Relays("thinwire-passage")
         self._listener = listen("127.0.0.1", 0)
         self.port = int(self._listener.getsockname()[1])
@@ -156,7 +172,7 @@ def greet(peer: socket.socket, secret: Secret, until: float) -> bytes:
         raise Refused(f"it offered no proof of the secret within {HANDSHAKE_SECONDS:g} s") from None
     except EOFError:
         raise Refused("it left without a proof of the secret") from None
-    about = _spell(peer.getsockname()), nonce, theirs
+    about = GATE, RANK, _spell(peer.getsockname()), nonce, theirs
     if not secret.accepts(proof, "rank", *about):
         send(peer, REFUSED, until)
         raise Refused("its proof of the secret is wrong")
@@ -165,22 +181,20 @@ def greet(peer: socket.socket, secret: Secret, until: float) -> bytes:
 
 def answer(gate: socket.socket, secret: Secret, until: float) -> None:
     """A rank's side of the handshake. Raises UsageError if there is no gate with this secret."""
-    where = "{}:{}".format(*gate.getpeername()[:2])
-    nonce = os.urandom(NONCE_BYTES)
+    where, nonce = "{}:{}".format(*gate.getpeername()[:2]), os.urandom(NONCE_BYTES)
     try:
         hello = receive(gate, len(GATE), until)
         if hello != GATE:
-            raise UsageError(
-                f"{where} is no gate of this version of thinwire; install the same version on all machines"
-            )
+            raise UsageError(f"{where} is no gate of this version of thinwire; install one version on all machines")
         theirs = receive(gate, NONCE_BYTES, until)
     except EOFError:
         raise ConnectionResetError(f"{where} closed the connection") from None
     except TimeoutError:
-        raise UsageError(
-            f"this rank has a secret, but the store at {where} asks for none; give rank 0 the same secret"
-        ) from None
-    about = _spell(gate.getpeername()), theirs, nonce
+        if _ping(gate) == PING[-4:]:
+            why = f"this rank has a secret, but the store at {where} asks for none; give rank 0 the same secret"
+            raise UsageError(why) from None
+        raise TimeoutError(f"{where} takes connections and says nothing") from None
+    about = GATE, RANK, _spell(gate.getpeername()), theirs, nonce
     send(gate, RANK + nonce + secret.prove("rank", *about), until)
     try:
         proof = receive(gate, PROOF_BYTES, until)
@@ -215,13 +229,20 @@ def connect_through(address: str, port: int, secret: Secret, until: float) -> so
 
 def refuse_gate(address: str, port: int, until: float) -> None:
     """Raise UsageError if a gate listens there, for a rank without a secret. Waits until something listens."""
-    with connect(address, port, until) as peer, suppress(TimeoutError, EOFError, ConnectionError):
-        send(peer, PING, until)
-        if receive(peer, 4, time.monotonic() + 2.0) == GATE[:4]:
+    with connect(address, port, until) as peer:
+        if _ping(peer) == GATE[:4]:
             raise UsageError(
                 f"the store at {address}:{port} asks for a secret, and this rank has none; give it the file of rank 0 "
                 "with --secret-file, or set THINWIRE_SECRET"
             )
+
+
+def _ping(peer: socket.socket) -> bytes:
+    """The first bytes that a gate says, or what a store answers to PING; none if it is neither."""
+    with suppress(TimeoutError, EOFError, ConnectionError):
+        send(peer, PING, time.monotonic() + PING_SECONDS)
+        return receive(peer, 4, time.monotonic() + PING_SECONDS)
+    return b""
 
 
 def _spell(address: tuple[Any, ...]) -> bytes:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from thinwire.comm.addresses import AUTO, gloo_interface
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.patience import DEFAULT_SECONDS, patience_seconds
-from thinwire.comm.peers import check_peers
+from thinwire.comm.peers import check_peers, joined_with
 from thinwire.comm.process import ProcessComm
 from thinwire.comm.process_groups import new_group, timeout_of
 from thinwire.comm.secret import Secret, read_secret
@@ -41,7 +41,8 @@ def join(
     Ranks wait for each other for as long as `patience`, seconds or a duration as "5m"; by default 5 minutes until all
     are here, and then 30 minutes. Ranks connect through the interface `iface` of their machine, as eth0; by default
     through the one that leads to rank 0. With a secret, in a file or in the variable THINWIRE_SECRET, all ranks must
-    know it. A default process group that exists already is used as it is, with its own timeout, and not destroyed.
+    know it. A default process group that exists already is used as it is, with its own interface and timeout, and not
+    destroyed; with a secret, its connections are tried.
 
     >>> import thinwire, torch
     >>> with thinwire.join() as comm:
@@ -52,17 +53,17 @@ def join(
     keep_freed_memory()
     world = find_world() or WORLD_OF_ONE
     chosen = pick_device(world) if device is None else torch.device(device)
+    secret = read_secret(secret_file)
     if dist.is_initialized():
-        with closing(_world_comm(chosen, _keys_in_store_of(default_group()))) as comm:
+        with _world_comm(chosen, _keys_in_store_of(default_group()), secret) as comm:
             yield comm
         return
     with gloo_interface(world.address, iface):
-        secret = read_secret(secret_file)
         store = rendezvous(world, iface, seconds, secret)
         backend = backend or agree_on_backend(store, world, pick_backend(world, chosen))
         _init_process_group(world, store, backend, seconds or DEFAULT_SECONDS)
         try:
-            with closing(_world_comm(chosen, dist.PrefixStore("watch", store), secret)) as comm:
+            with _world_comm(chosen, dist.PrefixStore("watch", store), secret) as comm:
                 yield comm
         finally:
             dist.destroy_process_group()
@@ -99,14 +100,19 @@ def _keys_in_store_of(group: dist.ProcessGroup) -> dist.Store:
     return dist.PrefixStore(f"thinwire/watch/{store.add(f'thinwire/watches/{group.rank()}', 1)}", store)
 
 
-def _world_comm(device: torch.device, store: dist.Store, secret: Secret | None = None) -> ProcessComm:
+@contextmanager
+def _world_comm(device: torch.device, store: dist.Store, secret: Secret | None) -> Iterator[ProcessComm]:
+    """A Comm over the default group, whose ranks must all know the secret if there is one."""
     group = dist.group.WORLD
     assert group is not None
     groups = (group, new_group(timeout=timeout_of(group), backend=dist.get_backend()))
     check_peers(groups, secret)
     watch = start_watch(store, group.rank(), range(group.size()), timeout_of(group))
     nodes = number_nodes([tuple(key) for key in gather_numbers(own_node_key(), group, device)])
-    return ProcessComm(groups, range(group.size()), "world", Ledger(), device, nodes, secret, watch)
+    comm = ProcessComm(groups, range(group.size()), "world", Ledger(), device, nodes, secret, watch)
+    del group, groups  # gloo's threads end once nothing refers to their group
+    with joined_with(secret), closing(comm):
+        yield comm
 
 
 def is_single_process() -> bool:

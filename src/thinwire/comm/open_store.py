@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from thinwire.comm.gate import Gate, Passage, refuse_gate
 from thinwire.comm.relays import listen
 from thinwire.comm.secret import Secret
+from thinwire.common.messages import print_line
 
 STORE_SECONDS = 300.0  # that an operation of a store waits unless it says how long
 
@@ -36,8 +38,11 @@ def open_store(
     port: int = 0,
     seconds: float = STORE_SECONDS,
     secret: Secret | None = None,
+    report: Callable[[str], None] = print_line,
 ) -> OpenStore:
     """Open a store at one address, by default at a free port; with a secret, on loopback behind a gate at that address.
+
+    The gate reports whom it refuses.
 
     >>> opened = open_store(1)
     >>> opened.store.set("key", "value"); opened.store.get("key")
@@ -47,7 +52,7 @@ def open_store(
         store = _listen_at(address, port, num_ranks, seconds)
         return OpenStore(store, address, store.port)
     store = _listen_at("127.0.0.1", 0, num_ranks, seconds)
-    gate = Gate(address, port, store.port, secret)
+    gate = Gate(address, port, store.port, secret, report)
     return OpenStore(store, address, gate.port, gate)
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,18 @@ from thinwire.comm.secret import NONCE_BYTES, Secret
 from thinwire.errors import RunError
 
 CHECK_SECONDS = 60.0
+world_secret: Secret | None = None  # that all ranks of the world know which this process has joined
+
+
+@contextmanager
+def joined_with(secret: Secret | None) -> Iterator[None]:
+    """Inside, groups that the user's own loops are given are tried with this secret, as those of the world are."""
+    global world_secret
+    before, world_secret = world_secret, secret
+    try:
+        yield
+    finally:
+        world_secret = before
 
 
 def check_peers(groups: Sequence[dist.ProcessGroup], secret: Secret | None) -> None:

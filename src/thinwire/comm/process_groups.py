@@ -23,7 +23,15 @@ MADE_BY_MEMBERS = "thinwire"  # the description of groups that torch does not kn
 def new_group_pair(ranks: list[int], backend: str, timeout: datetime.timedelta | None) -> GroupPair:
     """Two of torch's process groups of the same ranks of the world. Every rank of the world calls it."""
     about: Any = {"timeout": timeout, "backend": backend}
-    return new_group(ranks, **about), new_group(ranks, **about)
+    with peer_errors():
+        pair = new_group(ranks, **about), new_group(ranks, **about)
+    return _connected(pair) if dist.get_rank() in ranks else pair
+
+
+def _connected(pair: GroupPair) -> GroupPair:
+    """The pair, once all its ranks have connected: one that closed its groups before would break them for others."""
+    meet(pair[1])
+    return pair
 
 
 def new_group(ranks: list[int] | None = None, **options: Any) -> ProcessGroup:
@@ -39,12 +47,11 @@ def members_group_pair(
     In one store each name may be used once. torch does not know these groups: the names that it gives to other groups
     depend on how many it knows, and these are on some ranks only. DDP can use them; its pipelines cannot.
     """
-    first, second = (
-        _members_group(dist.PrefixStore(f"{name}/{i}", store), name, place, backend, timeout) for i in "01"
-    )
-    if backend == "gloo":
-        second.barrier().wait()  # a rank that closes its group at once would break it for one that still connects
-    return first, second
+    with peer_errors():
+        first, second = (
+            _members_group(dist.PrefixStore(f"{name}/{i}", store), name, place, backend, timeout) for i in "01"
+        )
+    return _connected((first, second))
 
 
 def _members_group(

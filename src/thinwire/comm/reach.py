@@ -26,6 +26,7 @@ class Store(Protocol):
 
     def set(self, key: str, value: str, /) -> Any: ...
     def get(self, key: str, /) -> bytes: ...
+    def add(self, key: str, amount: int, /) -> Any: ...
     def wait(self, keys: list[str], timeout: datetime.timedelta, /) -> Any: ...
 
 
@@ -52,9 +53,8 @@ def gather_through(store: Store, name: str, rank: int, size: int, value: Any) ->
 
 def leave_store(store: Store, rank: int, size: int) -> None:
     """Stop using the store. Rank 0, which may hold it, waits a while for the others."""
-    store.set(f"left/{rank}", "")
     with suppress(RuntimeError):  # rank 0 has gone already
-        store.get(f"left/{rank}")  # an answer: what this rank has set is there, also if it ends now
+        store.add(f"left/{rank}", 1)  # it has an answer, unlike set: what this rank has set is there, too
     if rank == 0:
         with suppress(RuntimeError):  # another rank has ended
             store.wait([f"left/{one}" for one in range(size)], datetime.timedelta(seconds=LEAVE_SECONDS))

@@ -54,7 +54,7 @@ def read_secret(file: Path | None = None) -> Secret | None:
         return None if text is None else _checked(text, VARIABLE)
     option = f"--secret-file {file}"
     try:
-        with file.open("rb") as opened:
+        with open(file, "rb", opener=_open_at_once) as opened:
             about = os.fstat(opened.fileno())
             if not stat.S_ISREG(about.st_mode):
                 raise UsageError(f"{option}: it is no regular file; {HOW_TO_MAKE}")
@@ -71,6 +71,11 @@ def read_secret(file: Path | None = None) -> Secret | None:
 def forget_variable() -> None:
     """Remove the secret from this process's environment, so that nothing that runs here later can record it."""
     os.environ.pop(VARIABLE, None)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file; a pipe that nobody writes to would be waited for."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _checked(text: str, where: str) -> Secret:

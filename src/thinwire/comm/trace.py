@@ -59,6 +59,7 @@ class Trace:
         self.is_timed = is_timed
         self.num_operations = 0
         self.kept_bytes = 0  # for backward passes, in a timed step
+        self.plain_seconds: list[float] = []  # of steps of one rank alone, each before one of a timed run
         self._into = self.events  # the list that events are added to now
         self._since = time.perf_counter()
 

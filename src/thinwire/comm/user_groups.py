@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -10,16 +11,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from thinwire.comm import peers
+from thinwire.comm.base import Comm
 from thinwire.comm.join import default_group, gather_numbers, own_node_key
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.process import ProcessComm
 from thinwire.comm.process_groups import members_group_pair, timeout_of
 from thinwire.comm.watch import start_watch
 from thinwire.comm.world import number_nodes
-from thinwire.errors import UsageError
+from thinwire.errors import RunError, UsageError
 
 UserGroup = dist.ProcessGroup | DeviceMesh | Literal["world"]
 COUNTER = "thinwire/groups"  # in the store of the world: how many names were taken
+_unused: list[Comm] = []  # whose owners are gone
 
 
 def process_group(given: Any, caller: str) -> dist.ProcessGroup:
@@ -68,6 +72,8 @@ def comm_like(group: dist.ProcessGroup, device: torch.device, replica: dist.Proc
     each replica, the Comm has all ranks of these replicas.
     """
     rows = _introduce(group, device, replica)
+    while _unused:
+        _unused.pop().close()
     ranks = [rank for rank, *_ in rows]
     on_gpu = device.type == "cuda" and "nccl" in str(dist.get_backend_config(group))
     store, place = default_group().get_group_store(), (ranks.index(dist.get_rank()), len(ranks))
@@ -76,9 +82,23 @@ def comm_like(group: dist.ProcessGroup, device: torch.device, replica: dist.Proc
     pair = members_group_pair(store, name, place, "nccl" if on_gpu else "gloo", timeout)
     link = "world" if len(ranks) == dist.get_world_size() else "group"
     nodes = number_nodes([tuple(key) for _, _, *key in rows])
-    comm = ProcessComm(pair, ranks, link, Ledger(), device, nodes, watch=watch)
+    comm = ProcessComm(pair, ranks, link, Ledger(), device, nodes, peers.world_secret, watch)
+    try:
+        peers.check_peers(pair, peers.world_secret)
+    except RunError:
+        comm.close()
+        raise
     atexit.register(comm.close)
     return comm
+
+
+def close_after(owner: object, comm: Comm) -> None:
+    """If the owner is dropped without closing a Comm that `comm_like` made, close that when the next one is made.
+
+    Not at once: the garbage collector works in any thread, also in those that would be ended, and ranks do not drop
+    their owners at the same time. When they make the next Comm, they have met.
+    """
+    weakref.finalize(owner, _unused.append, comm).atexit = False  # when the process ends, all are closed
 
 
 def _introduce(group: dist.ProcessGroup, device: torch.device, replica: dist.ProcessGroup | None) -> list[list[int]]:

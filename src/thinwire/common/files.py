@@ -1,33 +1,55 @@
-"""Files that are written completely or not at all, and a temporary folder."""
+"""Files that are written completely or not at all, and temporary folders."""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
+import socket
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from thinwire.errors import RunError
 
+SHORT = "/tmp"  # where sockets go if the name of the folder for temporary files is too long for them
+MOST_IN_NAME = 107  # bytes in the name of a socket, says Linux
+SOCKET = "/listener-12345678"  # how multiprocessing names one in its folder
+
 
 def scratch_prefix() -> str:
     """What names of temporary folders of this process begin with, so that others know when nobody needs them."""
-    return f"thinwire-{os.getpid()}-"
+    return f"thinwire-{os.getpid()}-{_machine()}-"
+
+
+def _machine() -> str:
+    """Where a process id belongs: machines and containers that share a folder count their processes separately."""
+    place = f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    return f"{zlib.crc32(place.encode()):08x}"
 
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
     """A temporary folder, removed at the end. Those that killed processes of this user left behind are removed too."""
-    parent = Path(tempfile.gettempdir())
-    for left in parent.glob("thinwire-*-*"):
-        pid = left.name.split("-")[1]
-        if pid.isdigit() and not Path("/proc", pid).exists() and left.lstat().st_uid == os.getuid():
-            shutil.rmtree(left, ignore_errors=True)  # does not follow a symbolic link
+    for parent in {tempfile.gettempdir(), SHORT}:
+        for left in Path(parent).glob(f"thinwire-*-{_machine()}-*"):
+            pid = left.name.split("-")[1]
+            with suppress(OSError):  # somebody has just removed it
+                if pid.isdigit() and not Path("/proc", pid).exists() and left.lstat().st_uid == os.getuid():
+                    shutil.rmtree(left, ignore_errors=True)  # does not follow a symbolic link
     with tempfile.TemporaryDirectory(prefix=scratch_prefix()) as path:
         yield Path(path)
+
+
+def folder_of_sockets() -> str:
+    """A new temporary folder with a name that is short enough for sockets in it."""
+    folder = tempfile.mkdtemp(prefix=scratch_prefix())
+    if len(os.fsencode(folder + SOCKET)) <= MOST_IN_NAME:
+        return folder
+    os.rmdir(folder)
+    return tempfile.mkdtemp(prefix=scratch_prefix(), dir=SHORT)
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:

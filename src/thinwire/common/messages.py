@@ -13,6 +13,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from thinwire.errors import one_line
+
 logger = logging.getLogger("thinwire")
 CLEAR_LINE = "\r\x1b[2K"
 _said: set[str] = set()  # messages that are logged once
@@ -44,13 +46,15 @@ def quiet() -> Iterator[None]:
 def print_line(text: str) -> None:
     """Print a line on standard error. If its reader has gone, drop this line and all later ones, and go on.
 
+    Names in it may come from other ranks, so nothing in it controls a terminal.
+
     In a terminal it takes the place of a progress bar that another process shows in the current line. The process of
     the bar itself has replaced sys.stderr, and moves the bar.
     """
     is_own = sys.stderr is sys.__stderr__
     clear = CLEAR_LINE if is_own and sys.__stderr__ is not None and sys.__stderr__.isatty() else ""
     try:
-        print(clear + text, file=sys.stderr, flush=True)
+        print(clear + one_line(text, keep="\n\t"), file=sys.stderr, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 

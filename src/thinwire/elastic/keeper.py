@@ -7,20 +7,34 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
-from thinwire.comm.addresses import own_addresses, resolve_host
+from thinwire.comm.addresses import AUTO, addresses_of, own_addresses, resolve_host
 from thinwire.comm.gate import Passage, refuse_gate
 from thinwire.comm.open_store import open_store
+from thinwire.comm.relays import hang_up
 from thinwire.comm.secret import forget_variable, read_secret
+from thinwire.common.messages import print_line
 from thinwire.elastic.notes import ANSWER_SECONDS, Notes, client
 from thinwire.errors import RunError, UsageError
 
 IDLE_SECONDS = 60.0  # without a heartbeat: all ranks were lost, or none came
 LINGER_SECONDS = 3.0  # the same, once the run is finished
+LISTENING = "listening"  # what the process says first
+
+
+@dataclass(frozen=True)
+class Keeper:
+    """The process that holds a store, and where we hear whom it refuses. It may outlive us: then nobody hears it."""
+
+    process: subprocess.Popen[bytes]
+    ear: socket.socket
 
 
 @dataclass(frozen=True)
@@ -29,7 +43,7 @@ class FoundStore:
 
     notes: Notes
     passage: Passage | None
-    keeper: subprocess.Popen[bytes] | None
+    keeper: Keeper | None
 
     def close(self, is_finished: bool) -> None:
         """Close the way to the store; after the run, wait a moment for its process, which ends once all have gone."""
@@ -37,7 +51,9 @@ class FoundStore:
             self.passage.close()
         if self.keeper is not None and is_finished:
             with suppress(subprocess.TimeoutExpired):  # others still need it
-                self.keeper.wait(2 * LINGER_SECONDS)
+                self.keeper.process.wait(2 * LINGER_SECONDS)
+        if self.keeper is not None:
+            hang_up(self.keeper.ear)  # its thread then ends
 
 
 def find_place(text: str) -> tuple[str, int]:
@@ -53,10 +69,11 @@ def find_place(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def find_store(place: str, secret_file: Path | None = None) -> FoundStore:
+def find_store(place: str, secret_file: Path | None = None, iface: str = AUTO) -> FoundStore:
     """The store of the run at HOST:PORT. If that is this machine and there is none, it is opened.
 
-    With a secret, in the file or in THINWIRE_SECRET, who does not know it does not reach the store.
+    It listens at HOST, which must be an address of the interface `iface` if it is this machine. With a secret, in the
+    file or in THINWIRE_SECRET, who does not know it does not reach the store.
     """
     host, port = find_place(place)
     try:
@@ -64,7 +81,7 @@ def find_store(place: str, secret_file: Path | None = None) -> FoundStore:
     except OSError as error:
         raise UsageError(f"--elastic {place}: nobody knows the name {host} ({error}); give an address") from None
     secret = read_secret(secret_file)
-    own = next((one for one in addresses if one in own_addresses()), None)
+    own = _own_address(addresses, place, port, iface)
     keeper, address = None if own is None else _open(own, port, secret_file), own or addresses[0]
     passage, reached = None, (address, port)
     try:
@@ -83,30 +100,67 @@ def find_store(place: str, secret_file: Path | None = None) -> FoundStore:
     return FoundStore(notes, passage, keeper)
 
 
-def _open(address: str, port: int, secret_file: Path | None) -> subprocess.Popen[bytes] | None:
+def _own_address(addresses: Sequence[str], place: str, port: int, iface: str) -> str | None:
+    """Where the store listens if it is on this machine; UsageError if that is not on the interface."""
+    here = {one: name for one, name in own_addresses().items() if one in addresses}
+    if iface != AUTO:
+        possible = addresses_of(iface)
+        if here and iface not in here.values():
+            there = ", ".join(f"{one} ({name})" for one, name in here.items())
+            raise UsageError(
+                f"--iface {iface} has {', '.join(possible)}, but the store of --elastic {place} listens at {there}; "
+                f"give --elastic {_spelled(possible[0])}:{port} on every rank, or name another interface"
+            )
+    return next((one for one in addresses if one in here and iface in (AUTO, here[one])), None)
+
+
+def _spelled(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
+
+
+def _open(address: str, port: int, secret_file: Path | None) -> Keeper | None:
     """Start the process that holds the store, unless something listens there: then that is asked."""
     try:
         socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET).close()
     except OSError:
         return None
     command = [sys.executable, "-m", "thinwire.elastic.keeper", address, str(port), str(secret_file or "")]
-    keeper = subprocess.Popen(
-        command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        env={**os.environ, "TORCH_CPP_LOG_LEVEL": "FATAL"},
-    )  # fmt: skip
-    assert keeper.stdout is not None
-    with keeper.stdout as output:
-        if output.readline():
-            return keeper
-    keeper.wait()  # another rank of this machine was faster
+    ear, mouth = socket.socketpair()
+    with mouth:
+        process = subprocess.Popen(
+            command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=mouth.fileno(), stderr=subprocess.DEVNULL,
+            env={**os.environ, "TORCH_CPP_LOG_LEVEL": "FATAL"},
+        )  # fmt: skip
+    said = ear.makefile(encoding="utf-8", errors="replace")
+    for line in said:
+        if line == f"{LISTENING}\n":
+            threading.Thread(target=_pass_on, args=(ear, said), name="thinwire-elastic-keeper", daemon=True).start()
+            return Keeper(process, ear)
+        print_line(line.rstrip())  # somebody was refused already
+    process.wait()  # another rank of this machine was faster
+    said.close()
+    ear.close()
     return None
+
+
+def _pass_on(ear: socket.socket, said: TextIO) -> None:
+    """Print what the process of the store reports, until it ends or `ear` is hung up."""
+    with ear, said, suppress(OSError):
+        for line in said:
+            print_line(line.rstrip())
+
+
+def _report(text: str) -> None:
+    """Tell the rank that started this process."""
+    with suppress(OSError):  # it has gone
+        os.write(1, f"{text}\n".encode())
 
 
 def hold(address: str, port: int, secret_file: Path | None) -> None:
     """Hold a store until the run is finished and everyone has gone, or until no heart has beaten for a minute."""
-    opened = open_store(1, address, port, secret=read_secret(secret_file))
+    opened = open_store(1, address, port, secret=read_secret(secret_file), report=_report)
     forget_variable()
-    print("listening", flush=True)
+    _report(LISTENING)
     beats, since = 0, time.monotonic()
     while True:
         time.sleep(0.2)

@@ -89,7 +89,7 @@ def take_part(
     if out is not None:
         saved = _Saved(out, about, keep, resume)
         brought = saved.load(trainee, record) if resume else brought
-    found, is_finished = find_store(at, secret_file), False
+    found, is_finished = find_store(at, secret_file, iface), False
     try:
         _check_job(found.notes, about)
         with without_grace(), gloo_interface(find_place(at)[0], iface):

@@ -16,7 +16,7 @@ from thinwire.comm.ledger import Ledger
 from thinwire.comm.process import ProcessComm
 from thinwire.comm.process_groups import ProcessGroup
 from thinwire.comm.sharding import between_replicas, device_of, is_sharded, replica_group, reshard
-from thinwire.comm.user_groups import UserGroup, comm_like, process_group
+from thinwire.comm.user_groups import UserGroup, close_after, comm_like, process_group
 from thinwire.common.dtypes import refuse_meta, refuse_unfit
 from thinwire.common.messages import say
 from thinwire.errors import UsageError
@@ -127,6 +127,7 @@ def attach(  # long: an example
     else:
         exchange, comm = _attach_shards(model, reducer, ranks)
     attached = Attached(exchange, str(parse(spec)), comm)
+    close_after(attached, comm)
     model._thinwire = attached  # lives as long as the model, whose hook does not keep it
     return attached
 

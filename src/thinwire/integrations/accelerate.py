@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.exchange.attach import Attached
 from thinwire.integrations.extras import extra
-from thinwire.integrations.own_steps import after_each_step, plain_model, separate_model
+from thinwire.integrations.own_steps import count_steps, plain_model, separate_model
 from thinwire.integrations.rank_files import RankState
 from thinwire.strategies.own_loop import AttachedRounds
 
@@ -40,7 +41,7 @@ def rounds(model: nn.Module, spec: str, accelerator: Accelerator, *, epochs: int
 
     Do not call `after_step`: each step of the optimizer counts, and backward passes that only accumulate gradients do
     not. With several optimizers of this model, steps of the last one count. save_state makes ranks equal, and includes
-    each rank's own state. Call `together` before a test, and at the end.
+    each rank's own state. Call `together` before a test, and at the end; `daso` counts epochs by it (see tw.rounds).
     """
     place = _place(model, accelerator, "rounds")
     trained = {id(p) for p in model.parameters()}
@@ -54,8 +55,13 @@ def rounds(model: nn.Module, spec: str, accelerator: Accelerator, *, epochs: int
             "rounds: the accelerator has no optimizer of this model; give it to accelerator.prepare before"
         )
     made = tw.rounds(separate_model(model), spec, epochs=epochs)
-    after_each_step(optimizers[-1].optimizer, accelerator.scaler, made.after_step)
-    _keep_rank_files(accelerator, place, RankState(model, made, optimizers, accelerator.scaler), made.together)
+    count_steps(optimizers[-1].optimizer, accelerator.scaler, made)
+    _keep_rank_files(
+        accelerator,
+        place,
+        RankState(model, made, optimizers, accelerator.scaler),
+        partial(made.together, ends_epoch=False),
+    )
     return made
 
 
@@ -73,11 +79,17 @@ def _place(model: nn.Module, accelerator: Accelerator, caller: str) -> int:
 
 def _keep_rank_files(accelerator: Accelerator, place: int, state: RankState, meet: Callable[[], None]) -> None:
     """Each rank keeps a file in the folders of save_state, and load_state loads it after everything else."""
+    kept: dict[int, tuple[RankState, Callable[[], None]]] = vars(accelerator).setdefault("_thinwire", {})
+    is_first = place not in kept
+    kept[place] = state, meet  # of the newest, if rounds were closed and made again
+    if not is_first:
+        return
     name = "thinwire" if place == 0 else f"thinwire_{place}"  # as Accelerate names the files of further models
     mine = accelerator.process_index, accelerator.num_processes
     loaded_from: list[Path] = []
 
     def save(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+        state, meet = kept[place]
         meet()  # weights are views of the parameters
         state.save(Path(folder, name), *mine)
 
@@ -88,7 +100,7 @@ def _keep_rank_files(accelerator: Accelerator, place: int, state: RankState, mee
 
     def load_state_and_rank(*args: Any, **kwargs: Any) -> None:
         load_state(*args, **kwargs)
-        state.load(loaded_from[0], *mine)
+        kept[place][0].load(loaded_from[0], *mine)
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(note)

@@ -79,10 +79,13 @@ class AttachCallback(_WithRankFiles):
     """
 
     exchange: Attached
+    _attached_to: nn.Module | None = None
 
     def begin(self) -> None:
         model: Any = self.trainer.model_wrapped
-        self.exchange = tw.attach(model, self.spec, scaler=self.trainer.accelerator.scaler)
+        if model is not self._attached_to:  # else the Trainer trains again
+            self.exchange = tw.attach(model, self.spec, scaler=self.trainer.accelerator.scaler)
+            self._attached_to = model
 
     def rank_state(self) -> RankState:
         return RankState(self._model, self.exchange)
@@ -93,7 +96,8 @@ class RoundsCallback(_WithRankFiles):
 
     `trainer.add_callback(RoundsCallback(trainer, "diloco(every=16)"))`
 
-    Ranks also meet at the end of each epoch, and before an evaluation or a checkpoint.
+    Ranks also meet at the end of each epoch, and before an evaluation or a checkpoint. Each divides its losses by its
+    own number of tokens (average_tokens_across_devices=False), as tw.prepare does.
     """
 
     rounds: AttachedRounds
@@ -101,6 +105,7 @@ class RoundsCallback(_WithRankFiles):
     def begin(self) -> None:
         wrapped: Any = self.trainer.model_wrapped
         epochs = self.trainer.args.num_train_epochs
+        self.trainer.args.average_tokens_across_devices = False  # else ranks tell each other numbers in every step
         self.rounds = tw.rounds(
             separate_model(wrapped), self.spec, epochs=int(epochs) if epochs == int(epochs) else None
         )
@@ -108,7 +113,7 @@ class RoundsCallback(_WithRankFiles):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.rounds.after_step()
         if control.should_save or control.should_evaluate:
-            self.rounds.together()
+            self.rounds.together(ends_epoch=False)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -15,7 +15,7 @@ import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.exchange.attach import Attached
 from thinwire.integrations.extras import extra
-from thinwire.integrations.rank_files import RankState, rank_folder, remove_rank
+from thinwire.integrations.rank_files import RankState, rank_folder, rank_folder_of, remove_rank
 from thinwire.strategies.own_loop import AttachedRounds
 
 with extra("lightning"):
@@ -56,7 +56,7 @@ class _WithRankFiles(DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         if self._loaded_from is not None:
-            self.rank_state().load(rank_folder(self._loaded_from), self.global_rank, self.world_size)
+            self.rank_state().load(rank_folder_of(self._loaded_from), self.global_rank, self.world_size)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)
@@ -89,7 +89,8 @@ class RoundsStrategy(_WithRankFiles):
     `trainer = lightning.Trainer(strategy=RoundsStrategy("diloco(every=16)"), devices=2)`
 
     Ranks also meet before a validation, before a checkpoint and when training ends, so what is tested and saved is the
-    whole model. A step counts when the last of the module's optimizers has made it.
+    whole model. A step counts when the last of the module's optimizers has made it. `epochs` is for `daso`: without it,
+    they are the Trainer's `max_epochs`.
     """
 
     rounds: AttachedRounds
@@ -105,7 +106,14 @@ class RoundsStrategy(_WithRankFiles):
             raise UsageError(
                 f"RoundsStrategy: {', '.join(self._ddp_kwargs)} given, but there is no DDP; leave them out"
             )
-        self.rounds = tw.rounds(self.model, self.spec, epochs=self.epochs)
+        longest = self.model.trainer.max_epochs
+        epochs = longest if self.epochs is None and longest is not None and longest > 0 else self.epochs
+        self.rounds = tw.rounds(self.model, self.spec, epochs=epochs)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """With the first batch of an epoch, the one before has ended."""
+        if batch_idx == 0 and self.rounds.has_phases:
+            self.rounds.together()
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
@@ -128,7 +136,7 @@ class RoundsStrategy(_WithRankFiles):
 
     def _meet(self) -> None:
         if hasattr(self, "rounds"):  # not in trainer.validate
-            self.rounds.together()
+            self.rounds.together(ends_epoch=False)
 
     def rank_state(self) -> RankState:
         return RankState(self._module, self.rounds, self.optimizers, self._scaler)

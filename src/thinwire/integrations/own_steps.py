@@ -10,6 +10,8 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from thinwire.strategies.own_loop import AttachedRounds
+
 
 def plain_model(model: nn.Module) -> nn.Module:
     """The model in a DDP, or in what torch.compile made."""
@@ -23,6 +25,11 @@ def separate_model(model: nn.Module) -> nn.Module:
     if isinstance(ddp, DistributedDataParallel):
         ddp.require_backward_grad_sync = False  # no_sync, as gradient accumulation uses it, leaves it so
     return plain_model(model)
+
+
+def count_steps(optimizer: Optimizer, scaler: GradScaler | None, rounds: AttachedRounds) -> None:
+    """Each step of an optimizer counts in rounds, until these are closed."""
+    after_each_step(optimizer, scaler, lambda: None if rounds.closed else rounds.after_step())
 
 
 def after_each_step(optimizer: Optimizer, scaler: GradScaler | None, call: Callable[[], None]) -> None:

@@ -90,6 +90,12 @@ def rank_folder(checkpoint: str | Path) -> Path:
     return path.with_name(f"{path.name}.ranks")
 
 
+def rank_folder_of(checkpoint: Path) -> Path:
+    """The same for a checkpoint that is there. A link stands for the checkpoint that it leads to, as last.ckpt may."""
+    there = rank_folder(checkpoint.resolve())
+    return there if checkpoint.is_symlink() and there.exists() else rank_folder(checkpoint)
+
+
 def remove_rank(folder: Path, rank: int) -> None:
     """Remove this rank's file, and the folder if it was the last one."""
     _file(folder, rank).unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 import thinwire as tw
 from thinwire.exchange.attach import Attached
 from thinwire.integrations.extras import extra
-from thinwire.integrations.own_steps import after_each_step, separate_model
+from thinwire.integrations.own_steps import count_steps, separate_model
 from thinwire.integrations.rank_files import RankState
 from thinwire.strategies.own_loop import AttachedRounds
 
@@ -69,8 +70,9 @@ class RoundsLoop(_WithRankFiles):
     loop = RoundsLoop(model, "diloco(every=16)", optimizer)
 
     The model is a plain one, or a DDP, which then exchanges no gradients. Each step of the optimizer counts. Ranks meet
-    in `checkpoint_folder`, and whenever you call `loop.rounds.together()`. Make the loop after you have restored model
-    and optimizer from Ray's checkpoint: it then loads this rank's own optimizer. If you use a loss scaler, give it.
+    in `checkpoint_folder`, and whenever you call `loop.rounds.together()`, by which `daso` counts epochs. Make the loop
+    after you have restored model and optimizer from Ray's checkpoint: it then loads this rank's own optimizer. If you
+    use a loss scaler, give it.
     """
 
     rounds: AttachedRounds
@@ -80,5 +82,6 @@ class RoundsLoop(_WithRankFiles):
         scaler: GradScaler | None = None,
     ) -> None:  # fmt: skip
         self.rounds = tw.rounds(separate_model(model), spec, epochs=epochs)
-        after_each_step(optimizer, scaler, self.rounds.after_step)
-        super().__init__(RankState(model, self.rounds, [optimizer], scaler), self.rounds.together)
+        count_steps(optimizer, scaler, self.rounds)
+        meet = partial(self.rounds.together, ends_epoch=False)
+        super().__init__(RankState(model, self.rounds, [optimizer], scaler), meet)

@@ -7,14 +7,12 @@ import os
 import select
 import shutil
 import signal
-import tempfile
 import threading
 from contextlib import suppress
 from multiprocessing import forkserver, util
 from typing import Any
 
-from thinwire.common.files import scratch_prefix
-from thinwire.errors import UsageError
+from thinwire.common.files import folder_of_sockets
 
 LAUNCHER = "THINWIRE_LAUNCHER"  # for thinwire.launch.forked, which this process does not import: it imports torch
 
@@ -28,13 +26,6 @@ def start_fork_server() -> None:
         os.environ[LAUNCHER] = str(os.getpid())
     try:
         forkserver.ensure_running()
-    except OSError as error:
-        if "AF_UNIX path too long" not in str(error):
-            raise
-        raise UsageError(
-            f"the folder for temporary files, {tempfile.gettempdir()}, has too long a name for a socket; set TMPDIR to "
-            "a shorter one, as TMPDIR=/tmp"
-        ) from None
     finally:
         os.environ.pop(LAUNCHER, None)
         signal.signal(signal.SIGINT, before)
@@ -47,7 +38,7 @@ def _name_folder_of_sockets() -> None:
     """
     about: Any = multiprocessing.current_process()
     if about._config.get("tempdir") is None:
-        about._config["tempdir"] = folder = tempfile.mkdtemp(prefix=scratch_prefix())
+        about._config["tempdir"] = folder = folder_of_sockets()
         util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-100)
 
 

@@ -39,7 +39,7 @@ class Workload(Protocol):
         """The same, or with a small model if the real one cannot be run here; its steps are timed."""
 
     def effort(self, ranks: int) -> Effort:
-        """How much longer a step of the real model computes than one of the stand-in."""
+        """How the real model differs from the stand-in."""
 
 
 class Forecast(NamedTuple):
@@ -92,7 +92,7 @@ def study(spec: str, workload: Workload, nodes: Sequence[int], seconds: float = 
     recorded, length = _record(spec, workload, nodes)
     effort = workload.effort(ranks)
     training = workload.stand_in(ranks, length.epochs, length.steps)
-    timed = time_steps(spec, training, recorded, seconds, is_stand_in=effort.plain > 0)
+    timed = time_steps(spec, training, recorded, seconds, is_stand_in=effort.step_seconds > 0)
     return _study(spec, recorded, timed, effort, length)
 
 
@@ -108,7 +108,7 @@ def study_elsewhere(one: Study, workload: Workload, nodes: Sequence[int], second
         timed = dict(zip(sorted(recorded.traces), (one.timed[rank] for rank in sorted(one.timed)), strict=True))
     else:
         training = workload.stand_in(ranks, length.epochs, length.steps)
-        timed = time_steps(one.spec, training, recorded, seconds, is_stand_in=one.effort.plain > 0)
+        timed = time_steps(one.spec, training, recorded, seconds, is_stand_in=one.effort.step_seconds > 0)
     return _study(one.spec, recorded, timed, one.effort, length)
 
 

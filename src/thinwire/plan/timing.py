@@ -22,6 +22,7 @@ from thinwire.common.memory import keep_freed_memory
 from thinwire.common.messages import quiet
 from thinwire.data import Batch
 from thinwire.errors import PeerLost, UsageError
+from thinwire.plan.one_rank import step_of_one_rank, wait_for_gpu
 from thinwire.plan.recorded_run import RecordedRun, Training
 from thinwire.strategies.base import Strategy
 from thinwire.surgery.costs import activation_bytes
@@ -34,11 +35,12 @@ TIMED_STEPS = 16  # but so many in all
 
 
 class Effort(NamedTuple):
-    """How the real model and machine differ from those whose steps were timed: factors of computing and of memory."""
+    """How the real model and machine differ from those whose steps were timed."""
 
-    computing: float = 1.0
-    memory: float = 1.0
-    plain: float = 0.0  # seconds of a timed step, where none could be timed with the strategy
+    step_seconds: float = (
+        0.0  # that one rank alone computes in a step, where a small model is timed in place of its own
+    )
+    memory: float = 1.0  # factor
     coding: float = 1.0  # factor of what communication threads compute
 
 
@@ -55,11 +57,12 @@ def time_steps(
     """Traces with times of the recorded ranks: a short run of the strategy with real tensors, of about so many seconds.
 
     Ranks that send to each other take turns, so each rank's time is its own. A small model in place of the real one
-    (`is_stand_in`) may be too small for the strategy: then there are no times.
+    (`is_stand_in`) may be too small for the strategy: then there are no times. Otherwise each of its steps follows one
+    of the same model without a strategy, because it is the ratio that counts, and machines are now fast, now slow.
     """
     keep_freed_memory()  # as ranks do
     ranks = sorted(recorded.traces)
-    run = _TimedRun(spec, training, seconds * len(ranks), is_alone=len(ranks) == 1)
+    run = _TimedRun(spec, training, seconds * len(ranks), is_stand_in, is_alone=len(ranks) == 1)
     threads = torch.get_num_threads()
     torch.set_num_threads(num_threads(max(Counter(recorded.nodes).values())))
     try:
@@ -77,8 +80,9 @@ def time_steps(
 
 
 class _TimedRun:
-    def __init__(self, spec: str, training: Training, seconds: float, is_alone: bool = True) -> None:
+    def __init__(self, spec: str, training: Training, seconds: float, is_stand_in: bool, is_alone: bool) -> None:
         self.spec, self.training, self.end = spec, training, time.perf_counter() + seconds
+        self.is_stand_in = is_stand_in
         self.is_alone = is_alone  # no other rank waits for the messages of steps that are left out
         self.epoch_steps = max(MOST_EPOCH_STEPS, -(-TIMED_STEPS // training.epochs))
 
@@ -87,6 +91,7 @@ class _TimedRun:
         recipe = replace(self.training.recipe, epochs=self.training.epochs, compile=False)
         with quiet():
             strategy = registry.build("strategies", self.spec, copy.deepcopy(self.training.model), recipe, comm)
+            step_alone = step_of_one_rank(self.training, recipe, comm.size) if self.is_stand_in else None
             steps, begin = 0, time.perf_counter()
             comm.trace.skip()
             try:
@@ -94,19 +99,21 @@ class _TimedRun:
                     batches = self.training.batches(strategy.shard)[: self.epoch_steps]
                     strategy.begin_epoch(len(batches))
                     for given in batches:
+                        if step_alone is not None:
+                            comm.trace.plain_seconds.append(step_alone())
                         batch = map_tensors(given, torch.clone)  # a model may change what it is given
                         comm.trace.lap()
                         if steps == 1:  # the first one may do other things, such as cutting the model
                             comm.trace.kept_bytes = _kept_in(strategy, batch)
                         else:
                             strategy.step(batch)
-                        _wait_for_gpu()
+                        wait_for_gpu()
                         comm.trace.add("mark", op="step")
                         steps += 1
                         if self.is_alone and self._has_enough(steps, begin):
                             break
                     strategy.end_epoch()
-                    _wait_for_gpu()
+                    wait_for_gpu()
                     comm.trace.add("mark", op="epoch")
                     if self._has_enough(steps, begin):
                         return
@@ -127,19 +134,6 @@ def _kept_in(strategy: Strategy, batch: Batch) -> int:
     return sum(kept.values())
 
 
-def _wait_for_gpu() -> None:
-    """Wait for the GPU, if there is one."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-
-def plain_seconds(training: Training, seconds: float) -> float:
-    """How long a step computes on one rank that exchanges nothing."""
-    run = _TimedRun("data_parallel", training, seconds)
-    keep_freed_memory()
-    return Times(record(run.train, ranks=1, of=[0], is_timed=True)[0][0]).plain
-
-
 # ---- times of a recorded run's events
 
 
@@ -152,6 +146,7 @@ class Times:
         self.steps = _medians(((lap.name, *map(_shape, lap.events)), lap.events) for lap in typical)
         self.like_steps = _medians(((lap.name, *map(_loose_shape, lap.events)), lap.events) for lap in typical)
         self.plain = statistics.median([_total(lap.events) for lap in typical if lap.name == "step"] or [plain])
+        self.of_one_rank = statistics.median(trace.plain_seconds[UNTYPICAL_STEPS:] or trace.plain_seconds or [0.0])
         tasks = trace.tasks[len(trace.tasks) // 4 :]
         self.tasks = _medians((tuple(map(_shape, task.events)), task.events) for task in tasks)
         self.largest: dict[Hashable, Task] = {}  # by its events, whatever their sizes
@@ -186,13 +181,15 @@ class Times:
 
 def with_times(recorded: RecordedRun, timed: Mapping[int, Trace], effort: Effort = Effort()) -> dict[int, Trace]:
     """The recorded run's traces, with times of the timed ones."""
-    return {rank: _filled(trace, Times(timed[rank], effort.plain), effort) for rank, trace in recorded.traces.items()}
+    times = {rank: Times(timed[rank], effort.step_seconds) for rank in recorded.traces}
+    return {rank: _filled(trace, times[rank], effort) for rank, trace in recorded.traces.items()}
 
 
 def _filled(trace: Trace, times: Times, effort: Effort) -> Trace:
     filled = copy.copy(trace)
+    computing = effort.step_seconds / times.of_one_rank if times.of_one_rank else 1.0
     filled.events = [
-        event._replace(seconds=seconds * effort.computing)
+        event._replace(seconds=seconds * computing)
         for lap in _laps(trace)
         for event, seconds in zip(lap.events, times.of_lap(lap), strict=True)
     ]

@@ -20,7 +20,7 @@ from thinwire.data import Batch, Loader, Shard, to_device
 from thinwire.losses import BatchLoss
 from thinwire.optim import build_optimizer
 from thinwire.plan.recorded_run import Training
-from thinwire.plan.timing import Effort, plain_seconds
+from thinwire.plan.timing import Effort
 from thinwire.strategies.recipe import Recipe
 from thinwire.surgery.costs import activation_bytes
 from thinwire.tasks.base import Task
@@ -73,15 +73,9 @@ class TaskWorkload:
             return Effort()
         flops, kept = self.step_cost
         rate = self.flops_per_second or machine_flops()
-        seconds, plain, coding = flops / rate, self._plain_seconds, machine_flops() / rate
         x = torch.ones(STAND_IN_BATCH, STAND_IN_WIDTH)
         _, small_kept = count_step(stand_in_model(), (x, x), BatchLoss(nn.functional.mse_loss))
-        return Effort(seconds / plain, kept / small_kept, plain, coding)
-
-    @cached_property
-    def _plain_seconds(self) -> float:
-        """A step of what is timed, on one rank, without exchange."""
-        return plain_seconds(self.stand_in(1, 2, 8), MEASURED_SECONDS)
+        return Effort(flops / rate, kept / small_kept, machine_flops() / rate)
 
     # ---- the model
 

@@ -136,14 +136,17 @@ class DASO(InRounds):
     def end_epoch(self) -> None:
         if not self.batch:
             return
-        if self.averaging.in_flight:
-            self._wait_and_merge()
-        if not self.is_in_sync:
-            self._sync()
+        self.meet()
         self._adapt_cycle()
         self.sees_losses = True
         self.epoch, self.batch = self.epoch + 1, 0
         self.loss_sum = torch.zeros((), dtype=torch.float64)
+
+    def meet(self) -> None:
+        if self.averaging.in_flight:
+            self._wait_and_merge()
+        if not self.is_in_sync:
+            self._sync()
 
     @property
     def is_cycling(self) -> bool:
@@ -239,12 +242,6 @@ class DASO(InRounds):
             setattr(self, name, state["counts"][name])
 
 
-COUNTS = (
-    "epoch",
-    "batch",
-    "batches_in_flight",
-    "rail",
-    "sees_losses",
-    "is_in_sync",
-    "node_ranks_differ",
-)  # in a saved state
+COUNTS = (  # in a saved state
+    "epoch", "batch", "batches_in_flight", "rail", "sees_losses", "is_in_sync", "node_ranks_differ",
+)  # fmt: skip

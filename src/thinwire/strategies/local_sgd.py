@@ -69,6 +69,9 @@ class Periodic(InRounds, abstract=True):
         self.rounds.averaging.use_nodes(between, node, weight=node.size * len(replicas) / self.comm.size)
 
     def end_epoch(self) -> None:
+        self.meet()
+
+    def meet(self) -> None:
         self.rounds.together()
 
     def consolidate(self) -> nn.Module:

@@ -14,7 +14,7 @@ from thinwire.comm.collectives import all_gather_json
 from thinwire.comm.join import is_single_process
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.sharding import between_replicas, device_of, is_sharded, replica_group, replica_ranks, reshard
-from thinwire.comm.user_groups import UserGroup, comm_like, process_group
+from thinwire.comm.user_groups import UserGroup, close_after, comm_like, process_group
 from thinwire.common.dtypes import refuse_unfit
 from thinwire.common.messages import say
 from thinwire.errors import UsageError
@@ -31,9 +31,13 @@ class AttachedRounds:
     Save its `state_dict` of every rank, with the model and the optimizer of every rank: between two rounds they differ.
     """
 
+    has_phases: bool  # whether it matters when epochs end, as to `daso`
+    closed = False
+
     def __init__(self, model: nn.Module, strategy: InRounds, spec: str, world: Comm, close: Callable[[], None]) -> None:
         self._model, self._is_sharded, self._trained = model, is_sharded(model), _trained(model)
         self._strategy, self._spec, self._world, self._close = strategy, spec, world, close
+        self.has_phases = strategy.has_phases
 
     @property
     def ledger(self) -> Ledger:
@@ -48,13 +52,13 @@ class AttachedRounds:
         self._prepare_exchange()
         self._strategy.after_step(None if loss is None else torch.as_tensor(loss).detach())
 
-    def together(self) -> None:
+    def together(self, *, ends_epoch: bool = True) -> None:
         """Make all ranks equal, for a test, a checkpoint to share, or the end of an epoch. Collective.
 
-        A new round begins. `daso` takes this for the end of an epoch.
+        A new round begins. `daso` counts epochs by these calls: in the middle of an epoch give `ends_epoch=False`.
         """
         self._prepare_exchange()
-        self._strategy.end_epoch()
+        self._strategy.end_epoch() if ends_epoch else self._strategy.meet()
         if self._is_sharded:  # a rail has averaged its own statistics alone
             average_buffers(self._model, self._world)
 
@@ -88,16 +92,19 @@ class AttachedRounds:
 
     def close(self) -> None:
         """End the communication threads and groups, as the end of the process does."""
+        self.closed = True
         self._close()
 
 
 class NoRounds(Alone, AttachedRounds):
     """The rounds of a single process: there is nobody to meet."""
 
+    has_phases = False
+
     def after_step(self, loss: Tensor | float | None = None) -> None:
         pass
 
-    def together(self) -> None:
+    def together(self, *, ends_epoch: bool = True) -> None:
         pass
 
 
@@ -147,7 +154,10 @@ def rounds(  # long: an example
         return NoRounds()
     world = comm or comm_like(process_group(group, "rounds"), device_of(plain), replica_group(model))
     recipe = Recipe(_no_loss, _no_optimizer, epochs=epochs, own_loop=True)
-    return _attach_rounds(model, plain, spec, recipe, world, is_ours=comm is None)
+    attached = _attach_rounds(model, plain, spec, recipe, world, is_ours=comm is None)
+    if comm is None:
+        close_after(attached, world)
+    return attached
 
 
 def _is_alone(comm: Comm | None, group: UserGroup) -> bool:

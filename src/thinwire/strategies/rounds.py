@@ -16,12 +16,16 @@ from thinwire.strategies.base import Strategy
 class InRounds(Strategy, abstract=True):
     """A strategy that a loop of the user's own can use (tw.rounds): there it has no learner, and sees parameters alone.
 
-    Then `end_epoch` makes all ranks equal, and `state_dict` has neither model nor optimizer.
+    Then `end_epoch` and `meet` make all ranks equal, and `state_dict` has neither model nor optimizer.
     """
 
     @abstractmethod
     def after_step(self, loss: Tensor | None = None) -> None:
         """Called after each step of the optimizer: start and merge what is due. Collective."""
+
+    @abstractmethod
+    def meet(self) -> None:
+        """Make all ranks equal, also in the middle of an epoch, which goes on. Collective."""
 
     @abstractmethod
     def use_replicas(self, replicas: Sequence[Sequence[int]]) -> None:
