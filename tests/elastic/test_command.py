@@ -76,7 +76,7 @@ def test_ranks_stop_join_and_are_killed_and_the_record_repeats_the_run(tmp_path:
         pids = [notes.read(f"member/{i}")["pid"] for i in range(2)]
         os.kill(pids[0], signal.SIGSTOP)  # the others wait, so the run cannot end before the third rank is there
         ranks.start("c")
-        wait_for(lambda: notes.count("lobby") == 3)
+        wait_for(lambda: len(notes.entries("lobby")) == 3)
         os.kill(pids[0], signal.SIGCONT)
         wait_for(lambda: ranks.rows("c") > 0)
         os.kill(pids[0], signal.SIGKILL)
@@ -117,7 +117,7 @@ def test_a_rank_that_was_given_up_comes_again_and_one_that_is_stopped_says_so(tm
         os.kill(other, signal.SIGSTOP)
         wait_for(lambda: any(one["lost"] for one in decisions(notes)))
         os.kill(other, signal.SIGCONT)
-        wait_for(lambda: notes.count("lobby") == 3)
+        wait_for(lambda: len(notes.entries("lobby")) == 3)
         wait_for(lambda: any(2 in one["members"] for one in decisions(notes)))
         os.kill(other, signal.SIGINT)
         wait_for(lambda: any(one["lost"].get("2") == "stopped" for one in decisions(notes)))

@@ -102,7 +102,7 @@ def test_a_newcomer_has_the_state_of_the_members_before_it_counts(reducer: str) 
         if at == "train" and member.at.round == 1:
             if member.id == 0:
                 run.start(1)
-            while run.notes.count("lobby") < 3:
+            while len(run.notes.entries("lobby")) < 3:
                 time.sleep(0.01)
 
     with world(job(f"diloco(every=1, reducer={reducer})", epochs=3)) as run:
@@ -130,7 +130,7 @@ def test_a_newcomer_begins_anew_if_the_member_that_gave_it_the_state_is_lost(poi
     def leave(at: str, member: Mortal) -> None:
         if at == "train" and member.at.round == 1:
             run.start(1)
-            while run.notes.count("lobby") < 3:
+            while len(run.notes.entries("lobby")) < 3:
                 time.sleep(0.01)
         if at == point and member.at.round == 2:
             while run.members[2].trained < 2:  # the newcomer has trained, too

@@ -62,11 +62,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space" in str(error)
-        remedy = "free some space and --resume" if full else "choose another --out"
-        raise RunError(
-            f"cannot write {path}: {error.strerror or error}; {remedy}. What was written before is untouched"
-        ) from error
+        raise _cannot_write(path, error) from error
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -75,3 +71,20 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a text file, completely or not at all."""
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def add_text(path: Path, text: str) -> None:
+    """Add to a text file, and wait until it is on the disk. If that fails, the last line may be incomplete."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+
+
+def _cannot_write(path: Path, error: OSError) -> RunError:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space" in str(error)
+    remedy = "free some space and --resume" if full else "choose another --out"
+    return RunError(f"cannot write {path}: {error.strerror or error}; {remedy}. What was written before is untouched")

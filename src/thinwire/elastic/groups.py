@@ -6,7 +6,7 @@ import datetime
 import json
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,13 @@ from thinwire.elastic.notes import Notes
 
 CLOSE_SECONDS = 3.0
 OPERATION_SECONDS = 1800.0  # one operation of a living group; a lost member is found by its heart long before
+
+
+class Work(Protocol):
+    """What members do together: it may never end if one of them is lost."""
+
+    def is_over(self) -> bool: ...
+    def result(self) -> None: ...
 
 
 class Task:

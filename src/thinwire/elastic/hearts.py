@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,21 +11,31 @@ from contextlib import suppress
 from thinwire.elastic.notes import Notes, StoreLost
 
 BEATS = 40  # of a heart while others would be patient
+LONGEST_BEAT = 1.0  # seconds, however patient they are: the process that holds the store listens to hearts, too
 
 
 class Watch:
-    """How long hearts have stood still, as this rank sees it."""
+    """How long hearts have stood still, as this rank sees it.
 
-    def __init__(self, notes: Notes, clock: Callable[[], float] = time.monotonic) -> None:
-        self.notes, self.clock = notes, clock
+    Between two looks at most `longest` seconds count. A rank that was stopped itself, or cut off from the store, has
+    seen nothing meanwhile: others may have beaten, or were stopped with it.
+    """
+
+    def __init__(
+        self, notes: Notes, clock: Callable[[], float] = time.monotonic, longest: float = math.inf
+    ) -> None:  # fmt: skip
+        self.notes, self.clock, self.longest = notes, clock, longest
         self._seen: dict[int, tuple[int, float]] = {}
+        self._watched, self._looked = 0.0, clock()
 
     def still(self, members: Sequence[int]) -> dict[int, float]:
         """Seconds since each heart was first seen at its present count."""
         if not members:
             return {}
         counts = self.notes.counts([f"alive/{one}" for one in members])
-        now = self.clock()
+        looked, self._looked = self._looked, self.clock()
+        self._watched += min(self._looked - looked, self.longest)
+        now = self._watched
         for one, count in zip(members, counts, strict=True):
             if self._seen.get(one, (-1, 0.0))[0] != count:
                 self._seen[one] = (count, now)

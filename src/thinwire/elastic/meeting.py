@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from thinwire.errors import RunError
+
 
 @dataclass(frozen=True)
 class Meeting:
@@ -19,7 +21,10 @@ class Meeting:
     group: int  # the first attempt that was made by these members
     lost: dict[str, str] = field(default_factory=dict)  # in this round: id → why
     committed: bool = True  # whether the attempt before was
-    lobby: int = 0  # newcomers who were let in so far
+    lobby: int = 0  # entries of the lobby that were let in so far
+    failures: int = 0  # attempts at this round before, one after the other, that failed although nobody was lost
+    resumed: dict[str, int] = field(default_factory=dict)  # id → the id that a rank had before it was resumed
+    heirs: dict[str, int] = field(default_factory=dict)  # newcomers that have the state → the lost member that gave it
     ended: bool = False  # the run is finished or, without members, lost
 
     @staticmethod
@@ -30,21 +35,27 @@ class Meeting:
         }
         return Meeting(**values)
 
-    def after_commit(self, newcomers: Sequence[int], is_last: bool) -> Meeting:
-        """The next round, with those who wait."""
+    def after_commit(self, newcomers: Sequence[int], is_last: bool, entries: int = 0) -> Meeting:
+        """The next round, with newcomers: those who wait, by so many entries of the lobby, and are not gone again."""
         members, number = (*self.members, *newcomers), self.number + 1
         group = number if newcomers else self.group
-        lobby = self.lobby + len(newcomers)
+        lobby = self.lobby + entries
         return Meeting(number, self.round + 1, members, members, tuple(newcomers), group, lobby=lobby, ended=is_last)
 
     def without(self, lost: dict[int, str]) -> Meeting:
         """The same round again, by those who are left. If none of them has the state of the run, it is lost."""
         number, members = self.number + 1, tuple(one for one in self.members if one not in lost)
         known = self.lost | {str(one): why for one, why in lost.items()}
-        is_over = all(one in self.newcomers for one in members)
+        failures, after = 0 if lost else self.failures + 1, replace(self, members=members)
         return replace(
-            self, number=number, members=members, group=number, lost=known, committed=False, ended=is_over
+            after, number=number, group=number, lost=known, committed=False, ended=not after.with_state,
+            failures=failures,
         )  # fmt: skip
+
+    @property
+    def with_state(self) -> list[int]:
+        """Members that have the state of the run, so that they can give it to the others."""
+        return [one for one in self.members if one not in self.newcomers or str(one) in self.heirs]
 
 
 @dataclass(frozen=True)
@@ -53,3 +64,14 @@ class Standing:
 
     round: int
     fingerprint: int
+    was: int = -1  # its id when it had that state
+    others: int = 0  # ranks that made the round before, with itself
+
+
+class LeftBehind(RunError):
+    """The others went on without this rank: it was silent for too long."""
+
+
+def left_behind(member: int, meeting: Meeting) -> LeftBehind:
+    """The error of a member that an attempt is not made by."""
+    return LeftBehind(f"the others went on without rank {member} ({meeting.lost.get(str(member), 'it was silent')})")

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.process import ProcessComm
 from thinwire.data import derive_seed
-from thinwire.elastic.groups import Task, connect, let_go, share_json
+from thinwire.elastic.groups import OPERATION_SECONDS, Task, Work, connect, let_go, share_json
 from thinwire.elastic.meeting import Meeting, Standing
 from thinwire.elastic.membership import LeftBehind, Membership
 from thinwire.elastic.notes import Notes, StoreLost
 from thinwire.elastic.record import Record, Row
 from thinwire.elastic.shares import Position, Shares, share_out, weights
-from thinwire.elastic.trainee import Trainee
-from thinwire.errors import RunError, Stopped
+from thinwire.elastic.tidings import changes, ended_without, left_out, set_back
+from thinwire.elastic.trainee import Offer, Trainee
+from thinwire.errors import Stopped
 from thinwire.run.startup import seed_everything
 
 CONNECT_SECONDS = 60.0  # for members that are all there
-
-
-class Work(Protocol):
-    """What members do together: it may never end if one of them is lost."""
-
-    def is_over(self) -> bool: ...
-    def result(self) -> None: ...
 
 
 class Member:
@@ -55,6 +50,10 @@ class Member:
         self.losses: list[float] = []  # of those samples
         self.has_state = True  # of the run; a newcomer gets it
         self.giver = -1  # from whom it got it
+        self.was = -1  # its id when it had the state that it brings
+        self.others = 0  # ranks that made the round before that, with itself
+        self.has_merged = False  # a round, since it came
+        self.on_state: Callable[[Sequence[Row]], None] = lambda rows: None  # when a newcomer has got it
         self.after_round: Callable[[Row], None] = lambda row: None
         self.say: Callable[[str], None] = lambda text: None
 
@@ -66,7 +65,7 @@ class Member:
     @property
     def standing(self) -> Standing:
         """What this rank brings when it comes."""
-        return Standing(self.at.round, self.trainee.checksums()["agreed"])
+        return Standing(self.at.round, self.trainee.checksums()["agreed"], self.was, self.others)
 
     @property
     def is_finished(self) -> bool:
@@ -79,15 +78,16 @@ class Member:
             meeting = self.membership.enter(self.standing, min_ranks, self.say)
             if self.id in meeting.newcomers:
                 self._come_as_newcomer()
+            was_in = False
             while not meeting.ended:
                 if self.id not in meeting.members:
-                    raise LeftBehind(
-                        f"the others went on without rank {self.id} ({meeting.lost.get(str(self.id), 'it was silent')})"
-                    )
-                meeting = self.attempt(meeting)
+                    raise left_out(self.id, meeting, self.has_merged)
+                was_in = True
+                before, meeting = meeting, self.attempt(meeting)
+                for line in changes(self.membership, before, meeting):
+                    self.say(line)
             if not self.is_finished:
-                what = "the run was finished without it" if meeting.committed else "all that had its state have left"
-                raise RunError(f"rank {self.id} cannot go on: {what}")
+                raise ended_without(self.id, meeting, was_in)
         except (StoreLost, LeftBehind):
             raise
         except BaseException as error:
@@ -118,16 +118,19 @@ class Member:
             return None
         let_go(self.comm)
         self.comm = None
-        place, members = meeting.members.index(self.id), meeting.members
-        here = [f"here/{meeting.group}/{one}" for one in members]
-        self.membership.notes.write(here[place])
-        if decided := self.membership.wait(meeting, lambda: self.membership.notes.has(here)):
+        notes, place = self.membership.notes, meeting.members.index(self.id)
+        here = {one: f"here/{meeting.group}/{one}" for one in meeting.members}
+        notes.write(here[self.id])
+        decided = self.membership.look(meeting) or self.membership.wait(  # a rank that comes late connects to nobody
+            meeting, lambda: notes.has([*here.values()]), lambda: [one for one in here if not notes.has([here[one]])]
+        )
+        if decided:
             return decided
-        hosts = [self.membership.about(one).get("host", 0) for one in members]
+        hosts = [self.membership.about(one).get("host", 0) for one in here]
         made: list[ProcessComm] = []
-        notes, device = self.groups.another(), self.trainee.job.device
+        own, device = self.groups.another(), self.trainee.job.device
         task = Task(
-            lambda: made.append(connect(notes, meeting.group, place, hosts, self.ledger, device, CONNECT_SECONDS))
+            lambda: made.append(connect(own, meeting.group, place, hosts, self.ledger, device, CONNECT_SECONDS))
         )
         if decided := self._in_vain(meeting, task):
             return decided
@@ -137,24 +140,27 @@ class Member:
 
     def hand_over(self, meeting: Meeting) -> Meeting | None:
         """Give the state of the run to those who have just come, or get it."""
-        newcomers = set(meeting.newcomers) & set(meeting.members)
+        newcomers = set(meeting.members) - set(meeting.with_state)
         if not newcomers:
             return None
         assert self.comm is not None
-        comm, root = self.comm, next(i for i, one in enumerate(meeting.members) if one not in newcomers)
-        giver, found = meeting.members[root], list[dict[str, Any]]()
-        is_new = self.id in newcomers and not (self.has_state and self.giver == giver)
+        comm, giver, found = self.comm, meeting.with_state[0], list[dict[str, Any]]()
+        root, is_new = meeting.members.index(giver), self.id in newcomers and self.giver != giver
+        if is_new:
+            self.giver = -1
+            self.membership.say_has_state(meeting, -1)
+        own, offer = {"at": asdict(self.at), "rows": self.record.to_json()}, self.trainee.offer()
 
         def share() -> None:
-            found.append(share_json(comm, root, {"at": asdict(self.at), "rows": self.record.to_json()}))
-            self.trainee.hand_over(comm, root, is_new)
+            found.append(share_json(comm, root, own))
+            offer.share(comm, root)
 
         if decided := self._in_vain(meeting, Task(share)):
             return decided
         if is_new:  # also if another member gave before, and was lost: then what was trained on that is void
-            self.at = Position(**found[0]["at"])
-            self.record.replace([Row(**row) for row in found[0]["rows"]])
-            self.has_state, self.giver, self.trained = True, giver, -1
+            self._begin_with(offer, Position(**found[0]["at"]), [Row(**row) for row in found[0]["rows"]])
+            self.giver, self.trained = giver, -1
+            self.membership.say_has_state(meeting, giver)
         return None
 
     def train(self, meeting: Meeting) -> Meeting | None:
@@ -181,7 +187,6 @@ class Member:
             self.merge(meeting, shares)
         else:
             self.trainee.discard()
-        self._say_changes(meeting, decided)
         return decided
 
     def settle(self, meeting: Meeting, is_last: bool) -> Meeting:
@@ -196,9 +201,10 @@ class Member:
             meeting.round, list(meeting.began), list(meeting.members), list(meeting.newcomers), meeting.lost,
             {str(one): count for one, count in zip(meeting.began, counts, strict=True)}, at.epoch, at.given, at.step,
             self.trainee.job.schedule(shares.epochs_done(shares.steps[-1]), self.trainee.job.epochs),
-            self.trainee.checksums(),
+            self.trainee.checksums(), meeting.resumed, meeting.heirs,
         )  # fmt: skip
         self.at = shares.end
+        self.has_merged = True
         self.record.add(row)
         self.after_round(row)
 
@@ -210,10 +216,12 @@ class Member:
 
     def _in_vain(self, meeting: Meeting, work: Work) -> Meeting | None:
         """Wait for work with the others; returns the next attempt if it cannot be finished."""
+        begin, is_own = time.monotonic(), True
         decided = self.membership.wait(meeting, lambda: work.is_over() or self.membership.has_failed(meeting))
         if decided is not None:
             return decided
         try:
+            is_own = work.is_over()
             if work.is_over():
                 work.result()
                 return None
@@ -221,26 +229,21 @@ class Member:
             raise
         except RuntimeError:
             pass  # a connection broke: the hearts tell whose
-        self.membership.say_failed(meeting)
-        return self.membership.wait(meeting, lambda: False)
+        self.membership.say_failed(meeting, is_own)
+        is_overdue = time.monotonic() - begin > OPERATION_SECONDS  # so gloo gave up: somebody has not come
+        limit = self.membership.patience if is_overdue else None
+        return self.membership.wait(meeting, lambda: False, lambda: self.membership.silent_about(meeting), limit)
 
     def _come_as_newcomer(self) -> None:
         """Forget what this rank brought: the others are further."""
-        self.has_state, self.trained, self.group = False, -1, -1
+        self.has_state, self.trained, self.group, self.giver = False, -1, -1, -1
         self.trainee.begin_anew()
-        self.record.replace([])
 
-    def _say_changes(self, before: Meeting, after: Meeting) -> None:
-        for name, why in after.lost.items():
-            if name not in before.lost and not after.committed:
-                self.say(f"round {before.round}: {self._named(int(name))} has left ({why}); {_go_on(after)}")
-        for one in after.newcomers if after.committed else ():
-            self.say(f"round {after.round}: {self._named(one)} joins; {_go_on(after)}")
-
-    def _named(self, member: int) -> str:
-        return f"rank {member} ({self.membership.about(member).get('name', 'unknown')})"
-
-
-def _go_on(meeting: Meeting) -> str:
-    number = len(meeting.members)
-    return f"{number} rank{'s' * (number != 1)} {'go' if number != 1 else 'goes'} on"
+    def _begin_with(self, offer: Offer, at: Position, rows: list[Row]) -> None:
+        """Go on from what another member has given."""
+        for line in set_back(self.id, 0 if self.has_state else self.at.round, at.round):
+            self.say(line)
+        self.on_state(rows)
+        self.trainee.take(offer)
+        self.record.replace(rows)
+        self.at, self.has_state = at, True

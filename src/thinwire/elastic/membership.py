@@ -14,20 +14,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
-from thinwire.elastic.hearts import BEATS, Heart, Watch
-from thinwire.elastic.meeting import Meeting, Standing
+from thinwire.elastic.groups import OPERATION_SECONDS
+from thinwire.elastic.hearts import BEATS, LONGEST_BEAT, Heart, Watch
+from thinwire.elastic.meeting import LeftBehind as LeftBehind
+from thinwire.elastic.meeting import Meeting, Standing, left_behind
 from thinwire.elastic.notes import Notes
-from thinwire.errors import RunError
 
 SUSPICION = 0.2  # share of the patience that is enough once a connection broke
 POLL_SECONDS = (0.005, 0.1)  # between two looks at the store: the first, and the longest
-
-
-class LeftBehind(RunError):
-    """The others went on without this rank: it was silent for too long."""
+TRIES = 3  # of members whose hearts all beat, and whose connections fail: then one of them is left out
+UNREACHABLE = "its connections to the others fail"
+HANGS = "it lives, but its training hangs"
 
 
 class Membership:
@@ -36,9 +36,10 @@ class Membership:
     def __init__(self, notes: Notes, about: dict[str, Any], patience: float, claim: int | None = None) -> None:
         self.notes, self.patience = notes, patience
         self.id = self._register(about, claim)
-        self.watch = Watch(notes)
-        self.heart = Heart(notes.another(), self.id, patience / BEATS)
+        self.watch = Watch(notes, longest=patience / 10)
+        self.heart = Heart(notes.another(), self.id, min(patience / BEATS, LONGEST_BEAT))
         self._said: set[str] = set()
+        self._failing = -1, 0.0  # the first of the attempts that failed although nobody was lost, and since when
 
     def _register(self, about: dict[str, Any], claim: int | None) -> int:
         """An id of its own; the one that it had before the run was resumed, if nobody else has claimed it."""
@@ -58,21 +59,23 @@ class Membership:
 
     def enter(self, standing: Standing, min_ranks: int, say: Callable[[str], None] = lambda text: None) -> Meeting:
         """Wait until this rank is let in, at the beginning of a round; the first ones begin the run."""
-        slot = self.notes.count("lobby", 1) - 1
-        self.notes.write(f"lobby/{slot}", {"id": self.id, **asdict(standing)})
-        if not self.notes.has(["decision/0"]):
-            say(f"rank {self.id} waits until {min_ranks} ranks are here")
-        newest, pause = -1, POLL_SECONDS[0]
+        self.notes.append("lobby", {"id": self.id, **asdict(standing)})
+        slot = next(i for i, one in enumerate(self.notes.entries("lobby")) if one["id"] == self.id)
+        if (least := max(min_ranks, standing.others)) > 1 and not self.notes.has(["decision/0"]):
+            say(f"rank {self.id} waits until {least} ranks are here")
+        newest, pause, came = -1, POLL_SECONDS[0], time.monotonic()
         while True:
-            meeting = self.newest(newest)
+            meeting, is_patient = self.newest(newest), time.monotonic() - came < self.patience
             if meeting is None:
-                self._open(min_ranks)
+                self._open(min_ranks, is_patient)
             elif self.id in meeting.members or (meeting.ended and meeting.committed):
                 return meeting
+            elif slot < meeting.lobby:
+                raise left_behind(self.id, meeting)
             elif self._are_gone(meeting):
                 waiting = self._waiting(meeting.lobby)
                 if max((one["round"] for one in waiting), default=0) > 0:  # a state that was saved
-                    self._open(min_ranks, meeting)
+                    self._open(min_ranks, is_patient, meeting)
                 elif meeting.ended:
                     return meeting
                 else:
@@ -99,33 +102,36 @@ class Membership:
         found = self.notes.read(f"decision/{low}") if low >= 0 else None
         return found and Meeting.read(found)
 
-    def _open(self, min_ranks: int, before: Meeting | None = None) -> None:
-        """Begin the run, or go on with it, if enough ranks are here: with the state that is furthest."""
+    def _open(self, min_ranks: int, is_patient: bool, before: Meeting | None = None) -> None:
+        """Begin the run, or go on with it, if enough ranks are here: with the state that is furthest.
+
+        Ranks that were resumed are patient until all are here that made their last round: one may be further.
+        """
         number, first = (0, 0) if before is None else (before.number + 1, before.lobby)
-        here = self._waiting(first)
-        if len(here) < min_ranks:
+        waiting = self._waiting(first)
+        here = self._living(waiting)
+        if len(here) < max(min_ranks, *(int(one["others"]) * is_patient for one in here), 1):
             return
         furthest = max(here, key=lambda one: int(one["round"]))  # the first of them
         newcomers = [one["id"] for one in here
                      if (one["round"], one["fingerprint"]) != (furthest["round"], furthest["fingerprint"])]  # fmt: skip
-        members, lobby = tuple(one["id"] for one in here), first + len(here)
-        self._decide(Meeting(number, furthest["round"], members, members, tuple(newcomers), number, lobby=lobby))
+        resumed = {str(one["id"]): one["was"] for one in here if one["was"] >= 0 and one["id"] not in newcomers}
+        members, lobby, at = tuple(one["id"] for one in here), first + len(waiting), int(furthest["round"])
+        self._decide(Meeting(number, at, members, members, tuple(newcomers), number, lobby=lobby, resumed=resumed))
 
     def _waiting(self, first: int) -> list[dict[str, Any]]:
         """Those who came after the first so many."""
-        found = []
-        for slot in range(first, self.notes.count("lobby")):
-            one = self.notes.read(f"lobby/{slot}")
-            if one is None:
-                break
-            found.append(one)
-        return found
+        return self.notes.entries("lobby")[first:]
+
+    def _living(self, waiting: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Those of them who have not left again. Who is passed over although it lives comes again."""
+        lost = self._lost([one["id"] for one in waiting], self.patience) if waiting else {}
+        return [one for one in waiting if one["id"] not in lost]
 
     def leave(self, why: str) -> None:
         """Tell the others at once that this rank ends, so that they need not be patient."""
         self.heart.stop()
-        slot = self.notes.count("gone", 1) - 1
-        self.notes.write(f"gone/{slot}", {"id": self.id, "why": why})
+        self.notes.append("gone", {"id": self.id, "why": why})
 
     def close(self) -> None:
         """Stop without a word."""
@@ -133,13 +139,21 @@ class Membership:
 
     # ---- an attempt
 
-    def wait(self, meeting: Meeting, is_done: Callable[[], bool]) -> Meeting | None:
-        """Wait until something is done (None), or until the attempt is decided: then it is in vain."""
-        pause = POLL_SECONDS[0]
+    def wait(
+        self, meeting: Meeting, is_done: Callable[[], bool], late: Callable[[], Sequence[int]] = tuple,
+        limit: float | None = None,
+    ) -> Meeting | None:  # fmt: skip
+        """Wait until something is done (None), or until the attempt is decided: then it is in vain.
+
+        After the limit, who is still `late` then is lost, although its heart beats.
+        """
+        pause, begin = POLL_SECONDS[0], time.monotonic()
         while not is_done():
             decided = self.look(meeting)
             if decided is not None:
                 return decided
+            if time.monotonic() - begin > (OPERATION_SECONDS if limit is None else limit) and (lost := late()):
+                return self._void(meeting, dict.fromkeys(lost, HANGS))
             time.sleep(pause)
             pause = min(2 * pause, POLL_SECONDS[1])
         return None
@@ -153,14 +167,25 @@ class Membership:
             pause = min(2 * pause, POLL_SECONDS[1])
         return decided
 
-    def say_failed(self, meeting: Meeting) -> None:
-        """Say that this rank cannot finish an attempt: a connection broke."""
-        self._say(f"failed/{meeting.number}")
+    def say_has_state(self, meeting: Meeting, giver: int) -> None:
+        """Say from whom this rank has got the state of the run; -1 if it has none, or is about to get another one."""
+        self.notes.write(f"has/{meeting.round}/{self.id}", giver)
+
+    def say_failed(self, meeting: Meeting, is_own: bool = True) -> None:
+        """Say that this rank cannot finish an attempt: a connection broke, of its own or of another rank."""
+        if is_own:
+            self._say(f"broke/{meeting.number}/{self.id}")
         self._say(f"failed/{meeting.number}/{self.id}")
+        self._say(f"failed/{meeting.number}")
 
     def has_failed(self, meeting: Meeting) -> bool:
         """Whether somebody cannot finish an attempt."""
         return self.notes.has([f"failed/{meeting.number}"])
+
+    def silent_about(self, meeting: Meeting) -> list[int]:
+        """Members that have said neither that they have their result whole, nor that they failed."""
+        words = [f"{word}/{meeting.number}" for word in ("whole", "failed")]
+        return [one for one in meeting.members if not any(self.notes.has([f"{word}/{one}"]) for word in words)]
 
     def look(self, meeting: Meeting, may_commit: bool = False, is_last: bool = False) -> Meeting | None:
         """What was decided after an attempt; decides it if that is possible now, else None."""
@@ -169,34 +194,52 @@ class Membership:
         if found is not None:
             return Meeting.read(found)
         if may_commit and self.notes.has([f"whole/{number}/{one}" for one in members]):
-            newcomers = [one["id"] for one in self._waiting(meeting.lobby)]
-            return self._decide(meeting.after_commit(newcomers, is_last))
+            waiting = self._waiting(meeting.lobby)
+            newcomers = [one["id"] for one in self._living(waiting)]
+            return self._decide(meeting.after_commit(newcomers, is_last, len(waiting)))
         has_failed = self.has_failed(meeting)
         lost = self._lost(members, self.patience * (SUSPICION if has_failed else 1))
         if lost:
-            return self._decide(meeting.without(lost))
-        if has_failed and all(
-            self.notes.has([f"{word}/{number}/{one}"])
-            for one in members
-            for word in ["whole" if self.notes.has([f"whole/{number}/{one}"]) else "failed"]
-        ):
-            return self._decide(meeting.without({}))  # all are there: only a connection broke
+            return self._void(meeting, lost)
+        if has_failed and not self.silent_about(meeting):  # all are there: only a connection broke
+            return self._again(meeting)
         return None
+
+    def _again(self, meeting: Meeting) -> Meeting | None:
+        """Void an attempt that nobody was lost in. If connections fail again and again, and for longer than others are
+        patient, one rank is left out: the last to come of those whose own ones fail."""
+        first, began = self._failing
+        if first != meeting.number - meeting.failures:
+            self._failing = first, began = meeting.number - meeting.failures, time.monotonic()
+        seconds = time.monotonic() - began
+        if meeting.failures + 1 >= TRIES and seconds > self.patience:
+            broke = [one for one in meeting.members if self.notes.has([f"broke/{meeting.number}/{one}"])]
+            return self._void(meeting, {(broke or meeting.members)[-1]: UNREACHABLE})
+        if meeting.failures and seconds < min(POLL_SECONDS[0] * 2**meeting.failures, self.patience):
+            return None  # not at once: it may take a moment until connections are possible again
+        return self._void(meeting, {})
+
+    def _void(self, meeting: Meeting, lost: dict[int, str]) -> Meeting:
+        """Decide that an attempt is void. If nobody is left but newcomers, those go on who got the state already."""
+        after = meeting.without(lost)
+        if after.ended:
+            given = {str(one): self.notes.read(f"has/{meeting.round}/{one}") for one in after.members}
+            heirs = {one: giver for one, giver in given.items() if str(giver) in after.lost}
+            first = next(iter(heirs.values()), None)  # all from one
+            heirs = {one: giver for one, giver in heirs.items() if giver == first}
+            after = replace(after, heirs=after.heirs | heirs, ended=not heirs)
+        return self._decide(after)
 
     def _lost(self, members: Sequence[int], patience: float) -> dict[int, str]:
         """Members whose heart stands still, or who said that they leave."""
         others = [one for one in members if one != self.id]
         still = self.watch.still(others)
         lost = {one: f"silent for {seconds:.0f} s" for one, seconds in still.items() if seconds > patience}
-        for slot in range(self.notes.count("gone")):
-            gone = self.notes.read(f"gone/{slot}")
-            if gone is not None and gone["id"] in others:
-                lost[gone["id"]] = gone["why"]
-        return lost
+        return lost | {gone["id"]: gone["why"] for gone in self.notes.entries("gone") if gone["id"] in others}
 
     def _decide(self, proposed: Meeting) -> Meeting:
         decided = Meeting.read(self.notes.decide(f"decision/{proposed.number}", asdict(proposed)))
-        if decided.ended:
+        if decided.ended and decided.committed:  # else a rank that was silent may come again with its state
             self._say("finished")
         return decided
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from thinwire.common.files import write_text
+from thinwire.common.files import add_text, write_text
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Row:
     step: int  # steps of the epoch before
     lr_factor: float  # of the learning rate in the last step
     checksums: dict[str, int] = field(default_factory=dict)  # of what all agree on afterwards
+    resumed: dict[str, int] = field(default_factory=dict)  # id → the id that this rank had before it was resumed
+    heirs: dict[str, int] = field(default_factory=dict)  # id of one who joined → the lost member that gave it its state
 
     @property
     def lost_samples(self) -> int:
@@ -60,8 +62,7 @@ class Record:
         """Add a round."""
         self.rows.append(row)
         if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(row)) + "\n")
+            add_text(self.path, json.dumps(asdict(row)) + "\n")
 
     def replace(self, rows: Sequence[Row]) -> None:
         """Go on from these rounds: those before a rank joined, or before its checkpoint."""

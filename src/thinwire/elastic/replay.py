@@ -6,7 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import pairwise
+from dataclasses import replace
+from itertools import count
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -39,7 +40,10 @@ class Recorded(Membership):
     def enter(self, standing: Standing, min_ranks: int, say: Callable[[str], None] = lambda text: None) -> Meeting:
         return next(meeting for meeting in self.meetings if self.id in meeting.members)
 
-    def wait(self, meeting: Meeting, is_done: Callable[[], bool]) -> Meeting | None:
+    def wait(
+        self, meeting: Meeting, is_done: Callable[[], bool], late: Callable[[], Sequence[int]] = tuple,
+        limit: float | None = None,
+    ) -> Meeting | None:  # fmt: skip
         pause, end = POLL_SECONDS[0], time.monotonic() + STUCK_SECONDS
         while not is_done():
             if time.monotonic() > end:
@@ -48,10 +52,15 @@ class Recorded(Membership):
             pause = min(2 * pause, POLL_SECONDS[1])
         return None
 
+    def look(self, meeting: Meeting, may_commit: bool = False, is_last: bool = False) -> Meeting | None:
+        return None
+
     def has_failed(self, meeting: Meeting) -> bool:
         return False
 
-    def say_failed(self, meeting: Meeting) -> None:
+    def say_has_state(self, meeting: Meeting, giver: int) -> None: ...
+
+    def say_failed(self, meeting: Meeting, is_own: bool = True) -> None:
         raise RunError(f"the replay's ranks lost each other in round {meeting.round}")
 
     def settle(self, meeting: Meeting, is_last: bool) -> Meeting:
@@ -62,15 +71,47 @@ class Recorded(Membership):
 
 
 def _meetings(rows: Sequence[Row]) -> list[Meeting]:
-    """The attempts that were committed, and the end."""
-    groups = [0]
-    for number, (before, row) in enumerate(pairwise(rows), 1):
-        groups.append(groups[-1] if row.members == before.members and not row.joined else number)
-    found = [
-        Meeting(i, row.round, tuple(row.members), tuple(row.began), tuple(row.joined), groups[i], row.lost)
-        for i, row in enumerate(rows)
-    ]
+    """The attempts that were committed, those in which a member that was lost gave the state to others, and the end."""
+    found: list[Meeting] = []
+    for before, row in zip([None, *rows], rows, strict=False):
+        began, is_first = tuple(row.began), True
+        for giver in dict.fromkeys(row.heirs.values()):
+            heirs, number = tuple(int(one) for one, whose in row.heirs.items() if whose == giver), len(found)
+            found.append(Meeting(number, row.round, (giver, *heirs), began, heirs, number, committed=is_first))
+            is_first = False
+        is_same = before is not None and row.members == before.members and not row.joined
+        found.append(
+            Meeting(
+                len(found), row.round, tuple(row.members), began, tuple(row.joined),
+                found[-1].group if is_same else len(found), row.lost, is_first, resumed=row.resumed, heirs=row.heirs,
+            )
+        )  # fmt: skip
     return [*found, found[-1].after_commit((), is_last=True)]
+
+
+def told_apart(rows: Sequence[Row]) -> list[Row]:
+    """The rows with numbers of their own for all ranks that took part.
+
+    In a store that was opened anew, an id may be that of another rank than before; and a rank that was resumed may
+    have got another id.
+    """
+    numbers, now, found = count(), dict[int, int](), []
+    for row in rows:
+        now |= {int(one): now[was] for one, was in row.resumed.items() if was in now}
+        for one in row.began:
+            if one not in now or one in row.joined:
+                now[one] = next(numbers)
+        own = dict(now)
+        found.append(
+            replace(
+                row, began=[own[one] for one in row.began], members=[own[one] for one in row.members],
+                joined=[own[one] for one in row.joined], resumed={},
+                lost={str(own[int(one)]): why for one, why in row.lost.items()},
+                samples={str(own[int(one)]): number for one, number in row.samples.items()},
+                heirs={str(own[int(one)]): own[giver] for one, giver in row.heirs.items()},
+            )
+        )  # fmt: skip
+    return found
 
 
 class Seat(NamedTuple):
@@ -82,8 +123,9 @@ class Seat(NamedTuple):
 def seats(rows: Sequence[Row]) -> list[Seat]:
     """As few seats as there were ranks at the same time."""
     found: list[tuple[Seat, int]] = []  # and the last round that is taken
-    for member in dict.fromkeys(one for row in rows for one in row.members):
-        present = [i for i, row in enumerate(rows) if member in row.members]
+    playing = [[*row.heirs.values(), *row.members] for row in rows]
+    for member in dict.fromkeys(one for members in playing for one in members):
+        present = [i for i, members in enumerate(playing) if member in members]
         free = next((i for i, (_, taken) in enumerate(found) if taken < present[0]), None)
         if free is None:
             found.append((Seat([member]), present[-1]))
@@ -116,6 +158,7 @@ def replay(rows: Sequence[Row], job: Job, connect: Callable[[], Notes]) -> dict[
     """
     results: dict[int, list[tuple[Record, dict[str, Tensor]]]] = {}
     errors: list[BaseException] = []
+    rows = told_apart(rows)
 
     def run(number: int, seat: Seat) -> None:
         try:
@@ -130,7 +173,7 @@ def replay(rows: Sequence[Row], job: Job, connect: Callable[[], Notes]) -> dict[
         thread.join()
     if errors:
         raise errors[0]
-    played = [one for seat in results.values() for one in seat]
+    played = [one for seat in results.values() for one in seat if one[0].rows]
     for record, _ in played:
         refuse_difference(rows, record.rows)
     return max(played, key=lambda one: one[0].rows[-1].round)[1]

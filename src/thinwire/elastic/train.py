@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
+from torch.optim import Optimizer
 
 from thinwire.comm.addresses import AUTO, gloo_interface
 from thinwire.comm.join import own_node_key, wait_for_gloo_threads
@@ -31,9 +32,18 @@ from thinwire.elastic.trainee import Trainee, solo
 from thinwire.errors import RunError, Stopped, UsageError
 from thinwire.run.checkpoint import Checkpoints
 from thinwire.run.startup import fingerprint
+from thinwire.strategies.learner import IMPLEMENTATION
 
 CHECKPOINT_SECONDS = 10.0  # at most one checkpoint in so many
 PATIENCE = "30s"
+
+
+class Brought(NamedTuple):
+    """What a rank has from a checkpoint, if it has one."""
+
+    at: Position = Position()
+    id: int = -1  # that it had then
+    others: int = 0  # ranks that made the round before, with itself
 
 
 class Taken:
@@ -75,27 +85,27 @@ def take_part(
     """What `train_elastic` does, with a model that was made already."""
     seconds, job = patience_seconds(patience), trainee.job
     record = Record() if out is None else Record.read(out / "membership.jsonl")
-    saved = None if out is None else _Saved(out, job, trainee, keep)
-    position, claim = Position(), None
-    if resume and saved is not None:
-        position, claim = saved.load(trainee, record)
-    elif out is not None:
-        out.mkdir(parents=True, exist_ok=True)
+    about, brought, saved = identity(job, trainee), Brought(), None
+    if out is not None:
+        saved = _Saved(out, about, keep, resume)
+        brought = saved.load(trainee, record) if resume else brought
     found, is_finished = find_store(at, secret_file, iface), False
     try:
-        _check_job(found.notes, identity(job, trainee))
+        _check_job(found.notes, about)
         with without_grace(), gloo_interface(find_place(at)[0], iface):
             ledger = Ledger()
             while True:
-                member = _member(found.notes, trainee, record, position, seconds, claim, ledger)
+                member = _member(found.notes, trainee, record, brought, seconds, ledger)
                 member.after_round = partial(_after, member, saved, after_round)
+                member.on_state = member.on_state if saved is None else partial(saved.set_aside, record)
                 try:
                     member.run(min_ranks)
                     is_finished = True
                     break
                 except LeftBehind as error:
                     print_line(f"{error}; it comes again as a new rank")
-                    position, claim = Position(), None  # what it has trained since does not count
+                    trainee.begin_anew()  # what it has trained since the last checkpoint does not count
+                    brought = Brought() if saved is None else saved.load(trainee, record)
     except StoreLost as error:
         raise RunError(f"{error}; all ranks end. {_how_to_go_on(at, out)}") from error
     except RunError as error:
@@ -116,7 +126,27 @@ def identity(job: Job, trainee: Trainee) -> dict[str, Any]:
         "strategy": job.strategy, "batch_size": job.batch_size, "epochs": job.epochs, "seed": job.seed,
         "samples": trainee.num_samples, "clip_norm": job.clip_norm, "accumulate": job.accumulate,
         "autocast": job.autocast, "weights": fingerprint(trainee.model),
+        "optimizer": _settings(trainee.learner.optimizer),
+        "schedule": [round(job.schedule(done / 8 * job.epochs, job.epochs), 6) for done in range(9)],
     }  # fmt: skip
+
+
+def _settings(optimizer: Optimizer) -> str:
+    """An optimizer's type and options, as text."""
+    groups = [
+        ", ".join(f"{key}={value}" for key, value in group.items() if key not in ("params", *IMPLEMENTATION))
+        for group in optimizer.param_groups
+    ]
+    return f"{type(optimizer).__name__}({'; '.join(groups)})"
+
+
+def _refuse_old_run(out: Path) -> None:
+    """Raise UsageError if a folder for a new run has the record or checkpoints of another one."""
+    for name in ("membership.jsonl", "checkpoints"):
+        if (out / name).exists():
+            raise UsageError(
+                f"out={str(out)!r} has {name} of another run; resume=True goes on with that, else give another folder"
+            )
 
 
 def _check_job(notes: Notes, own: dict[str, Any]) -> None:
@@ -129,12 +159,12 @@ def _check_job(notes: Notes, own: dict[str, Any]) -> None:
 
 
 def _member(
-    notes: Notes, trainee: Trainee, record: Record, at: Position, patience: float, claim: int | None, ledger: Ledger
+    notes: Notes, trainee: Trainee, record: Record, brought: Brought, patience: float, ledger: Ledger
 ) -> Member:
     about = {"name": socket.gethostname(), "host": own_node_key()[0], "pid": os.getpid()}
-    membership = Membership(notes.another(), about, patience, claim)
-    member = Member(membership, trainee, record, at, notes.another())
-    member.say, member.ledger = print_line, ledger
+    membership = Membership(notes.another(), about, patience, None if brought.id < 0 else brought.id)
+    member = Member(membership, trainee, record, brought.at, notes.another())
+    member.say, member.ledger, member.was, member.others = print_line, ledger, brought.id, brought.others
     return member
 
 
@@ -153,8 +183,11 @@ def _how_to_go_on(at: str, out: Path | None) -> str:
 class _Saved:
     """The checkpoints of this rank, on its own disk."""
 
-    def __init__(self, out: Path, job: Job, trainee: Trainee, keep: int) -> None:
-        self._checkpoints = Checkpoints(out / "checkpoints", solo(), identity(job, trainee), keep, print_line)
+    def __init__(self, out: Path, about: dict[str, Any], keep: int, resume: bool) -> None:
+        if not resume:
+            _refuse_old_run(out)
+            out.mkdir(parents=True, exist_ok=True)
+        self._checkpoints = Checkpoints(out / "checkpoints", solo(), about, keep, print_line)
         self._at = -CHECKPOINT_SECONDS
 
     def is_due(self) -> bool:
@@ -167,12 +200,19 @@ class _Saved:
         self._checkpoints.save(member.at.round, lambda: state)
         self._at = time.monotonic()
 
-    def load(self, trainee: Trainee, record: Record) -> tuple[Position, int | None]:
-        """Load the newest state, and drop rounds after it; returns the position and the id that this rank had."""
+    def load(self, trainee: Trainee, record: Record) -> Brought:
+        """Load the newest state, and drop rounds after it."""
         found = self._checkpoints.load_latest()
         rows = [row for row in record.rows if found is not None and row.round < found[0]]
         record.replace(rows)
         if found is None:
-            return Position(), None
+            return Brought()
         trainee.load_state_dict(found[1]["trainee"])
-        return Position(**found[1]["at"]), found[1]["id"]
+        return Brought(Position(**found[1]["at"]), found[1]["id"], len(rows[-1].members) if rows else 0)
+
+    def set_aside(self, record: Record, rows: Sequence[Row]) -> None:
+        """Keep only checkpoints of rounds that the run has, too, before this rank goes on with its state and rows."""
+        both = zip(record.rows, rows, strict=False)
+        known = next((i for i, (own, row) in enumerate(both) if own != row), min(len(record.rows), len(rows)))
+        self._checkpoints.set_aside_after(rows[known - 1].round + 1 if known else 0)
+        self._at = -CHECKPOINT_SECONDS

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 from thinwire import registry
+from thinwire.comm.background import BackgroundWork
 from thinwire.comm.base import Comm
 from thinwire.comm.board import Board
 from thinwire.comm.collectives import coalesced
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.threads import ThreadComm
+from thinwire.common.dtypes import is_averaged
 from thinwire.common.fetching import fetch
 from thinwire.common.tensors import named_persistent_buffers, to_bytes, unflatten
 from thinwire.data import derive_seed, num_samples, to_device
@@ -31,6 +35,33 @@ from thinwire.strategies.learner import Learner
 from thinwire.strategies.local_sgd import Periodic
 from thinwire.strategies.recipe import Recipe
 from thinwire.surgery.moments import OptimizerState, copy_state, states_by_name
+
+
+@dataclass
+class Offer:
+    """What a newcomer gets: what all share, and the moments of one member's optimizer.
+
+    It is sent into copies. A transfer that was given up may still go on, and even finish, so it writes into nothing
+    that is used.
+    """
+
+    shared: list[Tensor]
+    tree: Tree  # of the moments, with their tensors by path
+    moments: dict[str, Tensor]
+
+    @torch.no_grad()
+    def share(self, comm: Comm, root: int) -> None:
+        """Make it that of the member at place `root`, on every member."""
+        own = self.moments
+        outline = {path: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for path, tensor in own.items()}
+        self.tree, outline = share_json(comm, root, [self.tree, outline])
+        if comm.rank != root:
+            self.moments = {
+                path: torch.zeros(shape, dtype=getattr(torch, dtype)) for path, (shape, dtype) in outline.items()
+            }
+        with comm.ledger.purpose("start"):
+            for tensors in (list(self.moments.values()), self.shared):
+                coalesced(tensors, lambda flat: comm.broadcast(flat, root))
 
 
 def solo() -> Comm:
@@ -74,6 +105,7 @@ class Trainee:
 
     def _begin_round(self) -> None:
         """Note what a round that turns out void leaves as it was."""
+        self.in_flight: list[BackgroundWork[None]] = []  # beside what the averager exchanges
         self._moments: tuple[Tree, dict[str, Tensor]] | None = None  # at the beginning of a round with newcomers
         self.states: list[ReducerState] = list(self.averager.states)
         self.buffers = [buffer.detach().clone() for buffer in named_persistent_buffers(self.model).values()]
@@ -114,60 +146,57 @@ class Trainee:
         """Start to average how far the members have moved."""
         self.averager.weight = weight
         self.averager.start(with_snapshot=False)
+        self.counts = [buffer.clone() for buffer in _counts(self.model)]
+        if self.counts:
+            lane, before, counts = self.averager.lanes[0], self.averager.in_flight[0].work, self.counts
+            self.in_flight = [lane.in_background(lambda: _give_first(counts, lane, before), self.job.device)]
 
     def is_over(self) -> bool:
         """Whether all results of the exchange are here, or an error."""
-        return all(work.future.done() for exchange in self.averager.in_flight for work in exchange.work)
+        everything = (*self.averager.in_flight[0].work, *self.in_flight)
+        return _has_failed(everything) or all(work.future.done() for work in everything)
 
     def result(self) -> None:
         """Raise the error of an exchange that failed."""
-        self.averager.in_flight[0].wait()
+        everything = (*self.averager.in_flight[0].work, *self.in_flight)
+        for work in sorted(everything, key=lambda work: not work.future.done()):  # first one that failed
+            work.wait()
 
     def merge(self) -> None:
         """Take the result of the exchange, which is committed."""
         self.averager.merge()
+        for buffer, count in zip(_counts(self.model), self.counts, strict=True):
+            buffer.copy_(count)
         self._begin_round()
 
     def discard(self) -> None:
         """Forget the exchange: everything is as before it. Call `use_group` before the next one."""
         self.averager.in_flight.clear()
+        self.in_flight = []
         self.averager.states = list(self.states)
 
     # ---- what all members share
 
+    def offer(self) -> Offer:
+        """Copies of what this rank has of the state of the run, at the beginning of this round."""
+        if self._moments is None:
+            tensors: dict[str, Tensor] = {}
+            self._moments = pack(states_by_name(self.model, self.learner.optimizer), tensors), tensors
+        return Offer([tensor.clone() for tensor in self._shared()], *self._moments)
+
     @torch.no_grad()
-    def hand_over(self, comm: Comm, root: int, is_new: bool) -> None:
-        """Give newcomers the state of the beginning of this round, from the member at place `root`: what all share, and
-        the moments of that member's optimizer."""
-        shared = self._shared()
-        given = shared if is_new else [tensor.clone() for tensor in shared]
-        moments = self._hand_over_moments(comm, root)
-        with comm.ledger.purpose("start"):
-            coalesced(given, lambda flat: comm.broadcast(flat, root))
-        if not is_new:
-            return
+    def take(self, offer: Offer) -> None:
+        """Begin the round with the state that a member has given."""
+        for own, tensor in zip(self._shared(), offer.shared, strict=True):
+            own.copy_(tensor)
         for bucket in self.averager.buckets:
             torch._foreach_copy_(bucket.x, unflatten(self.averager.agreed[bucket.place], bucket.x))
         for buffer, value in zip(named_persistent_buffers(self.model).values(), self.buffers, strict=True):
             buffer.copy_(value)
-        self.learner.new_optimizer(moments)
+        states: dict[str, OptimizerState] = unpack(offer.tree, offer.moments)
+        self.learner.new_optimizer({name: copy_state(one, self.job.device) for name, one in states.items()})
         self._begin_round()
-
-    def _hand_over_moments(self, comm: Comm, root: int) -> dict[str, OptimizerState]:
-        """The moments of the member at place `root`, as they were before it trained its samples of this round."""
-        if self._moments is None:
-            tensors: dict[str, Tensor] = {}
-            self._moments = pack(states_by_name(self.model, self.learner.optimizer), tensors), tensors
-        tree, own = self._moments
-        outline = {path: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for path, tensor in own.items()}
-        tree, outline = share_json(comm, root, [tree, outline])
-        found = {path: torch.zeros(shape, dtype=getattr(torch, dtype)) for path, (shape, dtype) in outline.items()}
-        if comm.rank == root:
-            found = own
-        with comm.ledger.purpose("start"):
-            coalesced(list(found.values()), lambda flat: comm.broadcast(flat, root))
-        states: dict[str, OptimizerState] = unpack(tree, found)
-        return {name: copy_state(one, self.job.device) for name, one in states.items()}
+        self._moments = offer.tree, offer.moments  # if it is to give them in turn, in this round
 
     def _shared(self) -> list[Tensor]:
         """Of the beginning of the round: the parameters and buffers of the model may have moved on since."""
@@ -195,6 +224,22 @@ class Trainee:
         self.averager.momentum.copy_(state["momentum"])
         self.averager.states = load_states(self.averager.states, state["reducer"])
         self._begin_round()
+
+
+def _counts(model: nn.Module) -> list[Tensor]:
+    """Persistent buffers that have no mean, as BatchNorm's number of batches."""
+    return [b for b in named_persistent_buffers(model).values() if not is_averaged(b)]
+
+
+def _has_failed(works: Sequence[BackgroundWork[None]]) -> bool:
+    return any(work.future.done() and work.future.exception() is not None for work in works)
+
+
+def _give_first(tensors: list[Tensor], comm: Comm, before: Sequence[BackgroundWork[None]]) -> None:
+    """Make tensors those of the first member. It trains in every step: others have none where the rest is small."""
+    if _has_failed(before):
+        return  # what is sent over a group that is broken may never arrive
+    coalesced(tensors, lambda flat: comm.broadcast(flat, 0))
 
 
 def _checksum(tensors: list[Tensor]) -> int:

@@ -18,7 +18,7 @@ from thinwire.config import RunConfig
 from thinwire.elastic.command import job_of, load
 from thinwire.elastic.notes import Notes, client
 from thinwire.elastic.record import Record
-from thinwire.elastic.replay import Seat, play, refuse_difference, seats
+from thinwire.elastic.replay import Seat, play, refuse_difference, seats, told_apart
 from thinwire.errors import RunError, UsageError
 from thinwire.launch.fork_server import start_fork_server
 from thinwire.run.records import RunFolder
@@ -31,7 +31,7 @@ def replay(folder: Path) -> str:
     if not record.rows:
         raise UsageError(f"{folder} has no rounds of an elastic run (membership.jsonl)")
     start_fork_server()
-    store, context, given = local_store(1), multiprocessing.get_context("forkserver"), seats(record.rows)
+    store, context, given = local_store(1), multiprocessing.get_context("forkserver"), seats(told_apart(record.rows))
     pipes, processes = [], []
     try:
         for seat in given:
@@ -61,7 +61,7 @@ def replay(folder: Path) -> str:
 def _play(payload: tuple[dict[str, Any], str, list[int], int], pipe: Any) -> None:
     """A process of a replay: it plays some of the members in turn."""
     config, folder, members, port = RunConfig(**payload[0]), Path(payload[1]), payload[2], payload[3]
-    rows = Record.read(folder / "membership.jsonl").rows
+    rows = told_apart(Record.read(folder / "membership.jsonl").rows)
     try:
         task, config = load(config)
         job = job_of(config, task, use_device(config, None))
@@ -74,6 +74,7 @@ def _play(payload: tuple[dict[str, Any], str, list[int], int], pipe: Any) -> Non
         is_same = any(
             record.rows[-1] == rows[-1] and _is_saved(weights, folder / "model.safetensors")
             for record, weights in played
+            if record.rows
         )
         answer: dict[str, Any] = {"same_model": is_same}
     except Exception as error:

@@ -88,7 +88,7 @@ class Checkpoints:
             if step == max(newest):
                 if step < 0:
                     self._refuse_another_run()
-                self._rename_newer(step)
+                self.set_aside_after(step)
                 return (step, found[step]) if step >= 0 else None
             candidates = [s for s in candidates if s <= step]
 
@@ -102,8 +102,8 @@ class Checkpoints:
                 "with, or give another --out"
             )
 
-    def _rename_newer(self, step: int) -> None:
-        """Rename checkpoints that are newer than the one in use, so that they are ignored from now on."""
+    def set_aside_after(self, step: int) -> None:
+        """Rename checkpoints of later steps, so that they are ignored from now on."""
         for newer in [s for s in self._steps() if s > step]:
             for path in self._files(newer):
                 with suppress(FileNotFoundError):
