@@ -69,8 +69,8 @@ class Watch:
         """This rank begins an operation of a group."""
         with self._lock:
             self._counts[key] += 1
-            self._latest = Operation(key, self._counts[key], members, name, purpose, step)
-        return self._latest
+            self._latest = begun = Operation(key, self._counts[key], members, name, purpose, step)
+        return begun
 
     def begin_message(self, key: str, other: int, name: str, purpose: str, step: int) -> Operation:
         """This rank begins to send a message to another one ("send"), or to receive one ("recv")."""
@@ -78,8 +78,8 @@ class Watch:
         with self._lock:
             self._counts[f"{key}{mine}{other}"] += 1
             number = self._counts[f"{key}{mine}{other}"]
-            self._latest = Operation(f"{key}{theirs}{self.rank}", number, (other,), name, purpose, step)
-        return self._latest
+            self._latest = begun = Operation(f"{key}{theirs}{self.rank}", number, (other,), name, purpose, step)
+        return begun
 
     @contextmanager
     def inside(self, operation: Operation) -> Iterator[None]:
