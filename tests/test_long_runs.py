@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,16 @@ def held(comm: Comm, strategy: Any) -> dict[str, int]:
     return {
         "ledger": len(comm.ledger.totals),
         "spans": len(timeline._spans) + len(timeline._operations),
-        "posts": len(comm.board.posts),  # type: ignore[attr-defined]
         "state": sum(1 for one in leaves(strategy.state_dict())),
     }
+
+
+def wait_for_others(comm: Any) -> None:
+    """Return once all others wait in a barrier, so that no post of the barrier before is left."""
+    others = set(range(comm.size)) - {comm.rank}
+    deadline = time.monotonic() + 20
+    while not others <= {wait.rank for wait in list(comm.board.waiting.values())} and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 def leaves(tree: Any) -> list[Any]:
@@ -72,9 +80,11 @@ def trained_for_long(comm: Comm, spec: str) -> list[dict[str, int]]:
         if step in LOOKS:
             comm.barrier()
             if comm.rank == 0:
+                wait_for_others(comm)
                 gc.collect()
                 objects = gc.get_objects()
                 process = {
+                    "posts": len(comm.board.posts),  # type: ignore[attr-defined]
                     "tensors": sum(issubclass(type(one), Tensor) for one in objects),
                     "threads": threading.active_count(),
                     "descriptors": len(os.listdir("/proc/self/fd")),
