@@ -26,7 +26,7 @@ from thinwire.run.records import RunFolder, read_rows
 pytestmark = pytest.mark.usefixtures("program_server")
 
 ROOT = Path(__file__).parent.parent.parent
-SCRATCH = tempfile.mkdtemp(prefix="tw-")  # short: the path of a socket has a limit
+SCRATCH = f"{tempfile.gettempdir()}/tw-{os.getpid()}"  # short: the path of a socket has a limit
 FAST = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100", "TMPDIR": SCRATCH}
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 
