@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
+import stat
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +16,8 @@ from thinwire.common.files import write_atomically, write_text
 from thinwire.config import RunConfig
 from thinwire.errors import RunError, UsageError
 from thinwire.run import records
-from thinwire.run.records import RunFolder, read_rows
+from thinwire.run.locks import LOCK
+from thinwire.run.records import RunFolder, is_free, read_rows
 
 
 def test_a_failed_write_changes_nothing(tmp_path: Path) -> None:
@@ -87,6 +94,73 @@ def test_what_a_killed_run_had_not_written_to_its_end_is_swept_up(tmp_path: Path
     folder.hold()
     folder.release()
     assert {path.name for path in tmp_path.iterdir()} == set(users)
+
+
+@pytest.mark.parametrize("number", [errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_without_locks_nothing_is_swept_up(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another run may be writing these files."""
+
+    def flock(file: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    (tmp_path / ".metrics.jsonl.12.new").touch()
+    folder = RunFolder(tmp_path)
+    folder.hold()
+    folder.release()
+    assert not folder.is_held
+    assert (tmp_path / ".metrics.jsonl.12.new").exists()
+    said = f"warning: cannot lock {tmp_path}/.run.lock ({os.strerror(number)}): make sure that no other run writes to"
+    assert capsys.readouterr().err == f"{said} this folder\n"
+
+
+def test_network_file_systems_lock_the_folder_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS: a lock of a folder is a matter of one machine, one of a file needs a file that is open for writing."""
+    real = fcntl.flock
+
+    def flock(file: int, operation: int) -> None:
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            return  # others do not see it
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        real(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    test_one_run_at_a_time_holds_a_folder(tmp_path, monkeypatch)
+
+
+def test_a_run_that_waits_for_a_folder_holds_the_one_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run that it waits for fails before its first checkpoint, and removes the folder."""
+    first, second, third = (RunFolder(tmp_path / "run") for _ in range(3))
+    first.hold()
+    has_waited = threading.Event()
+    monkeypatch.setattr(time, "sleep", lambda seconds: (has_waited.set(), threading.Event().wait(seconds)))
+    waiting = threading.Thread(target=second.hold)
+    waiting.start()
+    assert has_waited.wait(10)
+    first.remove_if_empty()
+    waiting.join(10)
+    assert second.is_held
+    assert second.path.is_dir()
+    monkeypatch.setattr(records, "LOCK_SECONDS", 0.1)
+    with pytest.raises(UsageError, match="another run writes to"):
+        third.hold()
+    second.remove_if_empty()
+    assert not second.path.exists()
+
+
+def test_a_run_takes_the_lock_of_one_that_was_killed(tmp_path: Path) -> None:
+    (tmp_path / LOCK).touch()
+    assert is_free(tmp_path)
+    folder = RunFolder(tmp_path)
+    folder.hold()
+    assert folder.is_held
+    folder.release()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
