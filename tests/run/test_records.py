@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import signal
 import stat
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -16,7 +19,7 @@ from thinwire.common.files import write_atomically, write_text
 from thinwire.config import RunConfig
 from thinwire.errors import RunError, UsageError
 from thinwire.run import records
-from thinwire.run.locks import LOCK
+from thinwire.run.locks import LOCK, FolderLock
 from thinwire.run.records import RunFolder, is_free, read_rows
 
 
@@ -151,6 +154,48 @@ def test_a_run_that_waits_for_a_folder_holds_the_one_that_is_there(
         third.hold()
     second.remove_if_empty()
     assert not second.path.exists()
+
+
+FORKS = """
+import os, sys, time
+from pathlib import Path
+from thinwire.run.records import RunFolder
+folder = RunFolder(Path(sys.argv[1]))
+folder.hold()
+if pid := os.fork():
+    print(pid, flush=True)
+    os.kill(os.getpid(), 9)
+os.close(1)
+folder.release()  # it is not the child's
+time.sleep(60)
+"""
+
+
+def test_a_process_that_a_task_forked_does_not_hold_the_folder(tmp_path: Path) -> None:
+    run = subprocess.Popen([sys.executable, "-c", FORKS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    forked = int(run.communicate(timeout=30)[0])
+    try:
+        assert run.returncode == -signal.SIGKILL
+        assert (tmp_path / LOCK).exists()
+        folder = RunFolder(tmp_path)
+        folder.hold()
+        folder.release()
+    finally:
+        os.kill(forked, signal.SIGKILL)
+
+
+def test_copies_of_the_descriptor_do_not_hold_a_folder_that_was_released(tmp_path: Path) -> None:
+    """Processes have them that code other than Python's forked. The other name is for the file to stay."""
+    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
+    assert first.take() == "held"
+    assert first._descriptor is not None
+    copy = os.dup(first._descriptor)
+    os.link(first.path, tmp_path / "other name")
+    first.release()
+    (tmp_path / "other name").rename(first.path)
+    assert second.take() == "held"
+    second.release()
+    os.close(copy)
 
 
 def test_a_run_takes_the_lock_of_one_that_was_killed(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +30,7 @@ class FolderLock:
         """Lock the folder, until `release` or until the process ends. "unknown", with a warning, if it has no locks."""
         try:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            _open.add(self)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             state: State = "held" if _is_file(self._descriptor, self.path) else "taken"
         except (BlockingIOError, FileNotFoundError):  # the second: a run that failed has removed the folder
@@ -45,13 +47,29 @@ class FolderLock:
     def release(self) -> None:
         """Let others lock the folder."""
         if self._descriptor is not None:
-            self.path.unlink(missing_ok=True)
+            with suppress(OSError):
+                if _is_file(self._descriptor, self.path):
+                    self.path.unlink()
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # closing it would not do, if another process has a copy
             self._close()
 
     def _close(self) -> None:
         if self._descriptor is not None:
+            _open.discard(self)
             os.close(self._descriptor)
             self._descriptor = None
+
+
+_open: set[FolderLock] = set()  # of this process
+
+
+def _close_in_child() -> None:
+    """A process that this one forks may go on for longer: it must not keep the lock."""
+    for lock in list(_open):
+        lock._close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _is_file(descriptor: int, path: Path) -> bool:
