@@ -68,6 +68,32 @@ def test_new_folders_get_the_next_free_name(tmp_path: Path, monkeypatch: pytest.
     assert str(RunFolder.new(RunConfig(task="my.module:task")).path) == "runs/task-data_parallel-1"
 
 
+def test_runs_that_begin_at_the_same_time_get_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = RunConfig(task="synthetic")
+    begin, found = threading.Barrier(8), []
+
+    def new() -> None:
+        begin.wait()
+        found.append(RunFolder.new(config).path)
+
+    threads = [threading.Thread(target=new) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {path.name for path in found} == {f"synthetic-data_parallel-{i}" for i in range(1, 9)}
+
+
+def test_a_new_folder_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").touch()
+    with pytest.raises(RunError, match=r"cannot make --out runs/synthetic-data_parallel-1: Not a directory; choose an"):
+        RunFolder.new(RunConfig(task="synthetic"))
+
+
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="is a file; give a folder"):

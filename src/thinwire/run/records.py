@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import os
 import re
@@ -39,8 +40,8 @@ class RunFolder:
 
     @staticmethod
     def new(config: RunConfig) -> RunFolder:
-        """A folder for a new run, which is not created yet. UsageError if a run is in it already."""
-        folder = RunFolder(config.out or _free_name(config))
+        """A folder for a new run: --out, which need not be there, or one that is made. UsageError if a run is in it."""
+        folder = RunFolder(config.out or _new_folder(config))
         if folder.path.exists() and not folder.path.is_dir():
             raise UsageError(f"--out {folder.path} is a file; give a folder")
         if folder.config.exists():
@@ -82,10 +83,7 @@ class RunFolder:
             self._sweep()
 
     def _take(self) -> State:
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunError(f"cannot make --out {self.path}: {error.strerror}; choose another --out") from error
+        _make(self.path)
         return self._lock.take()
 
     def _sweep(self) -> None:
@@ -176,7 +174,19 @@ def _similar_run(path: Path) -> str:
     return f" (did you mean {path.parent / similar[0]}?)" if similar else ""
 
 
-def _free_name(config: RunConfig) -> Path:
+def _make(folder: Path, exist_ok: bool = True) -> bool:
+    """Make a folder; False if there is one, or anything else with its name, and it must be new."""
+    try:
+        folder.mkdir(parents=True, exist_ok=exist_ok)
+    except OSError as error:
+        if not exist_ok and os.path.lexists(folder):
+            return False
+        raise RunError(f"cannot make --out {folder}: {error.strerror}; choose another --out") from error
+    return True
+
+
+def _new_folder(config: RunConfig) -> Path:
+    """Make a folder with a name that is free. Runs that begin at the same time get different ones."""
     words = (re.findall(r"\w+", text.rpartition(":")[2]) or ["run"] for text in (config.task, config.strategy))
     stem = "-".join(word[0] for word in words)
-    return next(p for i in range(1, 10**6) if not (p := Path("runs") / f"{stem}-{i}").exists())
+    return next(p for i in itertools.count(1) if _make(p := Path("runs") / f"{stem}-{i}", exist_ok=False))
