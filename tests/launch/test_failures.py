@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +29,23 @@ def test_failures_fit_into_the_room_that_was_made_for_them(tmp_path: Path) -> No
     assert first.traceback.endswith("end")
     assert min(len(first.message), len(first.traceback)) > 1000
     assert read_failures(tmp_path) == []
+
+
+def test_failures_are_forgotten_without_giving_up_their_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a full disk somebody else takes the room of a file that is emptied."""
+    make_room(tmp_path, [0, 1])
+    failure, before = Failure(1, "RunError", "no space"), Path.open
+    failure.write(tmp_path)
+
+    def on_a_full_disk(path: Path, mode: str = "r", *rest: Any, **options: Any) -> Any:
+        if "w" in mode:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return before(path, mode, *rest, **options)
+
+    monkeypatch.setattr(Path, "open", on_a_full_disk)
+    assert pop_failures(tmp_path) == [failure]
+    assert read_failures(tmp_path) == []
+    assert {path.stat().st_size for path in tmp_path.iterdir()} == {ROOM_BYTES}
 
 
 def test_half_a_failure_is_none(tmp_path: Path) -> None:

@@ -20,6 +20,9 @@ import pytest
 
 from tests import programs
 from tests.run.test_worker import same_files, timeless
+from thinwire.config import RunConfig
+from thinwire.errors import RunError
+from thinwire.launch import launcher
 from thinwire.launch.agent import how_to_go_on
 from thinwire.run.records import RunFolder, read_rows
 
@@ -305,6 +308,37 @@ def test_a_second_run_in_the_folder_of_one_that_goes_on_is_refused(tmp_path: Pat
     folder = RunFolder(out)
     folder.hold()  # its processes have ended
     folder.release()
+
+
+def test_runs_that_are_started_at_the_same_time_without_out_get_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = ("train", "--task", "synthetic", "--ranks", "1", "--epochs", "1")
+    both = [start(*settings, python=programs.PYTHON) for _ in range(2)]
+    for code, _, err in [finish(one) for one in both]:
+        assert code == 0, err
+    found = {path.parent.name for path in (tmp_path / "runs").glob("*/summary.json")}
+    assert found == {"synthetic-data_parallel-1", "synthetic-data_parallel-2"}
+
+
+@pytest.mark.parametrize("files", [[], ["config.toml"]])
+def test_a_folder_that_was_made_for_a_run_is_removed_if_the_run_fails_before_it_has_files(
+    files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(config: RunConfig, lab: object) -> None:
+        assert config.out is not None
+        assert config.out.is_dir()
+        for name in files:
+            (config.out / name).touch()
+        raise RunError("no ranks")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launcher, "start_ranks", fail)
+    with pytest.raises(RunError, match="no ranks"):
+        launcher.launch(RunConfig(task="synthetic"))
+    assert [path.name for path in tmp_path.glob("runs/*/*")] == files
+    assert len(list(tmp_path.glob("runs/*"))) == len(files)
 
 
 def test_a_run_that_saved_nothing_cannot_be_resumed(tmp_path: Path) -> None:

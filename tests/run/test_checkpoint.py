@@ -297,6 +297,21 @@ def test_tensors_without_a_manifest_are_swept_up(tmp_path: Path) -> None:
     assert not (tmp_path / "step-00000040").exists()
 
 
+def test_where_another_run_may_write_nothing_is_swept_up(tmp_path: Path) -> None:
+    """It writes the tensors of a checkpoint, the manifest is next."""
+    save_steps(tmp_path, 2, [10, 20])
+    (tmp_path / "step-00000020" / "rank-1.json").unlink()
+    (tmp_path / "step-00000020" / ".rank-1.json.12.new").touch()
+    (tmp_path / "step-00000030").mkdir()
+    before = {path.name for path in (tmp_path / "step-00000020").iterdir() if "rank-1" in path.name}
+    found = tw.simulate(
+        lambda comm: Checkpoints(tmp_path, comm, IDENTITY, keep=2, warn=print, sweeps=False).load_latest(), ranks=2
+    )
+    assert [step for step, _ in found] == [10, 10]
+    assert {path.name for path in (tmp_path / "step-00000020").iterdir() if "rank-1" in path.name} == before
+    assert (tmp_path / "step-00000030").exists()
+
+
 def test_checkpoints_of_later_steps_do_not_push_out_new_ones(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, [900, 1000])
     save_steps(tmp_path, 1, [10, 20, 30], keep=2)

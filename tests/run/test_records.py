@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +19,8 @@ from thinwire.common.files import write_atomically, write_text
 from thinwire.config import RunConfig
 from thinwire.errors import RunError, UsageError
 from thinwire.run import records
-from thinwire.run.records import RunFolder, read_rows
+from thinwire.run.locks import LOCK, FolderLock
+from thinwire.run.records import RunFolder, is_free, read_rows
 
 
 def test_a_failed_write_changes_nothing(tmp_path: Path) -> None:
@@ -58,6 +68,32 @@ def test_new_folders_get_the_next_free_name(tmp_path: Path, monkeypatch: pytest.
     assert str(RunFolder.new(RunConfig(task="my.module:task")).path) == "runs/task-data_parallel-1"
 
 
+def test_runs_that_begin_at_the_same_time_get_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = RunConfig(task="synthetic")
+    begin, found = threading.Barrier(8), []
+
+    def new() -> None:
+        begin.wait()
+        found.append(RunFolder.new(config).path)
+
+    threads = [threading.Thread(target=new) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {path.name for path in found} == {f"synthetic-data_parallel-{i}" for i in range(1, 9)}
+
+
+def test_a_new_folder_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").touch()
+    with pytest.raises(RunError, match=r"cannot make --out runs/synthetic-data_parallel-1: Not a directory; choose an"):
+        RunFolder.new(RunConfig(task="synthetic"))
+
+
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="is a file; give a folder"):
@@ -87,6 +123,115 @@ def test_what_a_killed_run_had_not_written_to_its_end_is_swept_up(tmp_path: Path
     folder.hold()
     folder.release()
     assert {path.name for path in tmp_path.iterdir()} == set(users)
+
+
+@pytest.mark.parametrize("number", [errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_without_locks_nothing_is_swept_up(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another run may be writing these files."""
+
+    def flock(file: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    (tmp_path / ".metrics.jsonl.12.new").touch()
+    folder = RunFolder(tmp_path)
+    folder.hold()
+    folder.release()
+    assert not folder.is_held
+    assert (tmp_path / ".metrics.jsonl.12.new").exists()
+    said = f"warning: cannot lock {tmp_path}/.run.lock ({os.strerror(number)}): make sure that no other run writes to"
+    assert capsys.readouterr().err == f"{said} this folder\n"
+
+
+def test_network_file_systems_lock_the_folder_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS: a lock of a folder is a matter of one machine, one of a file needs a file that is open for writing."""
+    real = fcntl.flock
+
+    def flock(file: int, operation: int) -> None:
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            return  # others do not see it
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        real(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    test_one_run_at_a_time_holds_a_folder(tmp_path, monkeypatch)
+
+
+def test_a_run_that_waits_for_a_folder_holds_the_one_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run that it waits for fails before its first checkpoint, and removes the folder."""
+    first, second, third = (RunFolder(tmp_path / "run") for _ in range(3))
+    first.hold()
+    has_waited = threading.Event()
+    monkeypatch.setattr(time, "sleep", lambda seconds: (has_waited.set(), threading.Event().wait(seconds)))
+    waiting = threading.Thread(target=second.hold)
+    waiting.start()
+    assert has_waited.wait(10)
+    first.remove_if_empty()
+    waiting.join(10)
+    assert second.is_held
+    assert second.path.is_dir()
+    monkeypatch.setattr(records, "LOCK_SECONDS", 0.1)
+    with pytest.raises(UsageError, match="another run writes to"):
+        third.hold()
+    second.remove_if_empty()
+    assert not second.path.exists()
+
+
+FORKS = """
+import os, sys, time
+from pathlib import Path
+from thinwire.run.records import RunFolder
+folder = RunFolder(Path(sys.argv[1]))
+folder.hold()
+if pid := os.fork():
+    print(pid, flush=True)
+    os.kill(os.getpid(), 9)
+os.close(1)
+folder.release()  # it is not the child's
+time.sleep(60)
+"""
+
+
+def test_a_process_that_a_task_forked_does_not_hold_the_folder(tmp_path: Path) -> None:
+    run = subprocess.Popen([sys.executable, "-c", FORKS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    forked = int(run.communicate(timeout=30)[0])
+    try:
+        assert run.returncode == -signal.SIGKILL
+        assert (tmp_path / LOCK).exists()
+        folder = RunFolder(tmp_path)
+        folder.hold()
+        folder.release()
+    finally:
+        os.kill(forked, signal.SIGKILL)
+
+
+def test_copies_of_the_descriptor_do_not_hold_a_folder_that_was_released(tmp_path: Path) -> None:
+    """Processes have them that code other than Python's forked. The other name is for the file to stay."""
+    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
+    assert first.take() == "held"
+    assert first._descriptor is not None
+    copy = os.dup(first._descriptor)
+    os.link(first.path, tmp_path / "other name")
+    first.release()
+    (tmp_path / "other name").rename(first.path)
+    assert second.take() == "held"
+    second.release()
+    os.close(copy)
+
+
+def test_a_run_takes_the_lock_of_one_that_was_killed(tmp_path: Path) -> None:
+    (tmp_path / LOCK).touch()
+    assert is_free(tmp_path)
+    folder = RunFolder(tmp_path)
+    folder.hold()
+    assert folder.is_held
+    folder.release()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import json
 import random
 import shutil
@@ -248,6 +250,41 @@ def test_ranks_of_which_some_find_no_run_are_told_so(tmp_path: Path) -> None:
         return str(caught.value)
 
     assert len(set(tw.simulate(open_it, ranks=3))) == 1
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_tensors_of_another_run_are_swept_up_only_where_there_are_locks(
+    locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(file: int, operation: int) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    folder, settings = tmp_path / "run", {"task": "synthetic(samples=64, width=8)", "out": tmp_path / "run"}
+    alone(**settings, epochs=1)
+    tensors = folder / "checkpoints" / "step-00000009" / "rank-0.safetensors"
+    tensors.parent.mkdir()
+    tensors.touch()
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+
+    def opened(comm: Comm) -> bool:
+        run = Run(RunConfig(**settings, epochs=2, resume=True), comm, torch.device("cpu"))
+        run._resume()
+        run.folder.release()
+        return run.folder.is_held
+
+    with tw.join() as comm:
+        assert opened(comm) is locks
+    assert tensors.exists() is not locks
+
+
+def test_every_rank_knows_whether_the_folder_is_held(tmp_path: Path) -> None:
+    def opened(comm: Comm) -> bool:
+        folder = open_folder(RunConfig(out=tmp_path), comm)
+        folder.release()
+        return folder.is_held
+
+    assert tw.simulate(opened, ranks=3) == [True] * 3
 
 
 def resume_on(comm: Comm, settings: dict[str, Any], folder: str) -> None:

@@ -12,7 +12,9 @@ from contextlib import suppress
 def end_with(pid: int) -> None:
     """Wait until a process has ended, and end this one, which would otherwise be left behind if that was killed."""
     with suppress(OSError):  # it has ended already
-        select.select([os.pidfd_open(pid)], [], [])  # readable once it has ended
+        ended = select.poll()  # select.select takes no descriptor above 1023
+        ended.register(os.pidfd_open(pid), select.POLLIN)  # readable once it has ended
+        ended.poll()
     os._exit(1)
 
 

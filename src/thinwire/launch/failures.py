@@ -35,8 +35,7 @@ class Failure(NamedTuple):
         while len(data) > ROOM_BYTES:
             short = self._replace(message=self.message[:most], traceback=self.traceback[-most:])
             most, data = most // 2, json.dumps(short._asdict()).encode()
-        with _file(folder, self.rank).open("r+b", buffering=0) as file:
-            file.write(data.ljust(ROOM_BYTES))
+        _write_over(_file(folder, self.rank), data)
 
 
 def make_room(folder: Path, ranks: Iterable[int]) -> None:
@@ -64,8 +63,15 @@ def read_failures(folder: Path) -> list[Failure]:
 def pop_failures(folder: Path) -> list[Failure]:
     """The failures that ranks have written, which are then forgotten."""
     failures = read_failures(folder)
-    make_room(folder, [int(path.stem) for path in folder.glob("*.failure")])
+    for path in folder.glob("*.failure"):
+        _write_over(path, b"")
     return failures
+
+
+def _write_over(file: Path, data: bytes) -> None:
+    """Fill the room of a failure, without giving any of it back to the disk."""
+    with file.open("r+b", buffering=0) as stream:
+        stream.write(data.ljust(ROOM_BYTES))
 
 
 def _file(folder: Path, rank: int) -> Path:

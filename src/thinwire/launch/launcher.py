@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from thinwire.comm.addresses import AUTO, addresses_of
@@ -38,10 +38,21 @@ def launch(config: RunConfig) -> None:
     check_names(config)
     check_network(config)
     check_options(config)
-    if not config.resume:
-        config = config.model_copy(update={"out": RunFolder.new(config).path})
-    with stopped_by_signals(), network(config) as lab:
+    with stopped_by_signals(), _with_folder(config) as config, network(config) as lab:
         start_ranks(config, lab)
+
+
+@contextmanager
+def _with_folder(config: RunConfig) -> Iterator[RunConfig]:
+    """The config with the folder of a run. One that was made for it is removed if the run fails before it has files."""
+    folder = config.out if config.resume else RunFolder.new(config).path
+    try:
+        yield config.model_copy(update={"out": folder})
+    except BaseException:
+        if config.out is None and folder is not None:
+            with suppress(OSError):  # there are files in it, or it is gone
+                folder.rmdir()
+        raise
 
 
 def world_to_join(config: RunConfig) -> World | None:

@@ -40,17 +40,20 @@ class AnotherRunError(RunError):
 class Checkpoints:
     """The checkpoints of one run, as one rank sees them.
 
-    `identity` describes the run (its config). A folder that has only checkpoints of another run is refused.
+    `identity` describes the run (its config). A folder that has only checkpoints of another run is refused. With
+    `sweeps`, what a killed run left is removed, so no other run may write to the folder.
     """
 
     def __init__(
-        self, folder: Path, comm: Comm, identity: dict[str, Any], keep: int, warn: Callable[[str], None]
-    ) -> None:
+        self, folder: Path, comm: Comm, identity: dict[str, Any], keep: int, warn: Callable[[str], None],
+        sweeps: bool = True,
+    ) -> None:  # fmt: skip
         self.folder = folder
         self.comm = comm
         self.identity = {**identity, "ranks": comm.size}
         self.keep = keep
         self.warn = warn
+        self.sweeps = sweeps
         self.another_run = ""  # the error of a complete checkpoint that is of another run
 
     def save(self, step: int, make_state: Callable[[], Tree]) -> None:
@@ -108,7 +111,8 @@ class Checkpoints:
             for path in self._files(newer):
                 with suppress(FileNotFoundError):
                     path.replace(path.with_name(f"{path.name}.refused"))
-        self._sweep()
+        if self.sweeps:
+            self._sweep()
 
     def _sweep(self) -> None:
         """Remove what is left of this rank's writing and deleting where that was killed; no checkpoint needs it."""

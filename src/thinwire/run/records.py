@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import errno
-import fcntl
+import itertools
 import json
 import os
 import re
@@ -18,6 +17,7 @@ from thinwire.common.files import write_text
 from thinwire.common.json_text import parse_json
 from thinwire.config import RunConfig, make_config, read_toml
 from thinwire.errors import RunError, UsageError
+from thinwire.run.locks import LOCK, FolderLock, State
 from thinwire.run.schema import ReadRow, ReadSpan, parsed
 
 TIMELINE = "timeline.jsonl"
@@ -35,12 +35,13 @@ class RunFolder:
         self.timeline = path / TIMELINE
         self.summary = path / "summary.json"
         self.checkpoints = path / "checkpoints"
-        self._lock: int | None = None
+        self.is_held = False  # by rank 0 of this run, so no other run writes to it
+        self._lock = FolderLock(path)
 
     @staticmethod
     def new(config: RunConfig) -> RunFolder:
-        """A folder for a new run, which is not created yet. UsageError if a run is in it already."""
-        folder = RunFolder(config.out or _free_name(config))
+        """A folder for a new run: --out, which need not be there, or one that is made. UsageError if a run is in it."""
+        folder = RunFolder(config.out or _new_folder(config))
         if folder.path.exists() and not folder.path.is_dir():
             raise UsageError(f"--out {folder.path} is a file; give a folder")
         if folder.config.exists():
@@ -68,22 +69,22 @@ class RunFolder:
     def hold(self) -> None:
         """Keep other runs out of this folder, which is made if there is none, until `release` or the process ends.
 
-        UsageError if another run writes to it. Where the file system has no locks, nobody is kept out.
+        UsageError if another run writes to it. Where it cannot be locked, a warning is printed, and nothing is swept.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError as error:
-            raise RunError(f"cannot make --out {self.path}: {error.strerror}; choose another --out") from error
         end = time.monotonic() + LOCK_SECONDS
-        while not _is_locked(self._lock):
+        while (state := self._take()) == "taken":
             if time.monotonic() > end:
-                self.release()
                 raise UsageError(
                     f"another run writes to {self.path}; wait until it has ended, or end it, or give another --out"
                 )
             time.sleep(0.05)
-        self._sweep()
+        self.is_held = state == "held"
+        if self.is_held:
+            self._sweep()
+
+    def _take(self) -> State:
+        _make(self.path)
+        return self._lock.take()
 
     def _sweep(self) -> None:
         """Remove what was not written to its end, because the process was killed: nobody else writes here now."""
@@ -95,9 +96,7 @@ class RunFolder:
 
     def release(self) -> None:
         """Let other runs use the folder."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._lock.release()
 
     def save_config(self, config: RunConfig) -> None:
         write_text(self.config, config.to_toml())
@@ -105,10 +104,11 @@ class RunFolder:
     def remove_if_empty(self) -> None:
         """Remove the folder if a run failed before its first checkpoint, so that it can be started again."""
         own = (self.config, self.metrics)  # rows within the first epoch
-        if self.path.is_dir() and {p.name for p in self.path.iterdir()} <= {file.name for file in own}:
+        if self.path.is_dir() and {p.name for p in self.path.iterdir()} <= {LOCK, *(file.name for file in own)}:
             for file in own:
                 file.unlink(missing_ok=True)
-            with suppress(OSError):  # another rank has removed it
+            self.release()
+            with suppress(OSError):  # another rank has removed it, or another run has begun in it
                 self.path.rmdir()
 
     def load_config(self) -> RunConfig:
@@ -158,22 +158,13 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _is_locked(folder: int) -> bool:
-    """Lock an open folder for this process, and those that it forks; False if another one has locked it."""
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN)
-    return True
-
-
 def _write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
     write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def is_free(path: Path) -> bool:
-    """Whether there is nothing at a path, or an empty folder."""
-    return not path.exists() or (path.is_dir() and not any(path.iterdir()))
+    """Whether there is nothing at a path, or a folder without files, or with no more than a killed run's lock."""
+    return not path.exists() or (path.is_dir() and all(file.name == LOCK for file in path.iterdir()))
 
 
 def _similar_run(path: Path) -> str:
@@ -183,7 +174,19 @@ def _similar_run(path: Path) -> str:
     return f" (did you mean {path.parent / similar[0]}?)" if similar else ""
 
 
-def _free_name(config: RunConfig) -> Path:
+def _make(folder: Path, exist_ok: bool = True) -> bool:
+    """Make a folder; False if there is one, or anything else with its name, and it must be new."""
+    try:
+        folder.mkdir(parents=True, exist_ok=exist_ok)
+    except OSError as error:
+        if not exist_ok and os.path.lexists(folder):
+            return False
+        raise RunError(f"cannot make --out {folder}: {error.strerror}; choose another --out") from error
+    return True
+
+
+def _new_folder(config: RunConfig) -> Path:
+    """Make a folder with a name that is free. Runs that begin at the same time get different ones."""
     words = (re.findall(r"\w+", text.rpartition(":")[2]) or ["run"] for text in (config.task, config.strategy))
     stem = "-".join(word[0] for word in words)
-    return next(p for i in range(1, 10**6) if not (p := Path("runs") / f"{stem}-{i}").exists())
+    return next(p for i in itertools.count(1) if _make(p := Path("runs") / f"{stem}-{i}", exist_ok=False))

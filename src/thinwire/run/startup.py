@@ -62,7 +62,7 @@ def open_folder(config: RunConfig, comm: Comm) -> RunFolder:
     """The folder that rank 0 writes to, and holds: that of the run to resume, or one for a new run. Collective."""
     held: list[RunFolder] = []  # on rank 0
 
-    def find() -> str:
+    def find() -> tuple[str, bool]:
         if config.track is not None:
             check_tracker(config.track)
         folder = RunFolder.existing(config.out) if config.resume else RunFolder.new(config)
@@ -70,10 +70,10 @@ def open_folder(config: RunConfig, comm: Comm) -> RunFolder:
         held.append(folder)
         if not config.resume:
             RunFolder.new(config.model_copy(update={"out": folder.path}))  # another run may have begun in it meanwhile
-        return str(folder.path)
+        return str(folder.path), folder.is_held
 
     try:
-        path, resumes = _on_rank_0_and_gather(comm, find, own=config.resume)
+        (path, is_held), resumes = _on_rank_0_and_gather(comm, find, own=config.resume)
         not_found = [rank for rank, resume in enumerate(resumes) if not resume]
         if any(resumes) and not_found:
             raise UsageError(
@@ -84,7 +84,9 @@ def open_folder(config: RunConfig, comm: Comm) -> RunFolder:
         for folder in held:
             folder.release()
         raise
-    return held[0] if held else RunFolder(Path(path))
+    folder = held[0] if held else RunFolder(Path(path))
+    folder.is_held = is_held
+    return folder
 
 
 def choose_device(config: RunConfig, world: World | None) -> torch.device:

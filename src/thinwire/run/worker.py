@@ -99,7 +99,8 @@ class Run:
         )  # fmt: skip
         self.metric_key = f"test_{self.recorder.metric.name}"
         about = identity(self.config, model, self.strategy, self.loader)
-        self.checkpoints = Checkpoints(self.folder.checkpoints, comm, about, config.keep, self._warn)
+        kept, warn = self.folder.checkpoints, self._warn
+        self.checkpoints = Checkpoints(kept, comm, about, config.keep, warn, sweeps=self.folder.is_held)
         self.at = Position()
         self.losses = StepLosses()  # of steps that are not yet in self.at.loss_sum
         self.progress: Progress = NoProgress()
