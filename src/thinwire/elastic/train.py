@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from thinwire.elastic.shares import Position
 from thinwire.elastic.trainee import Trainee, solo
 from thinwire.errors import RunError, Stopped, UsageError
 from thinwire.run.checkpoint import Checkpoints
+from thinwire.run.records import RunFolder
 from thinwire.run.startup import fingerprint
 from thinwire.strategies.learner import IMPLEMENTATION
 
@@ -75,14 +77,19 @@ def train_elastic(
     """
     if min_ranks < 1:
         raise UsageError(f"train_elastic: min_ranks={min_ranks}; possible: 1 or more")
-    return take_part(Trainee(job), at, out, resume, min_ranks, patience, iface, secret_file, keep, after_round)
+    trainee = Trainee(job)
+    with ExitStack() as held:
+        if out is not None:
+            (folder := RunFolder(out)).hold()
+            held.callback(folder.release)
+        return take_part(trainee, at, out, resume, min_ranks, patience, iface, secret_file, keep, after_round)
 
 
 def take_part(
     trainee: Trainee, at: str, out: Path | None, resume: bool, min_ranks: int, patience: float | str, iface: str,
     secret_file: Path | None, keep: int, after_round: Callable[[Row, Member], None],
 ) -> Taken:  # fmt: skip
-    """What `train_elastic` does, with a model that was made already."""
+    """What `train_elastic` does, with a model that was made already and a folder that is held."""
     seconds, job = patience_seconds(patience), trainee.job
     record = Record() if out is None else Record.read(out / "membership.jsonl")
     about, brought, saved = identity(job, trainee), Brought(), None
