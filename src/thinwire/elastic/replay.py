@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from thinwire.elastic.job import Job
-from thinwire.elastic.meeting import Meeting, Standing
+from thinwire.elastic.meeting import LeftBehind, Meeting, Standing
 from thinwire.elastic.member import Member
-from thinwire.elastic.membership import POLL_SECONDS, LeftBehind, Membership
+from thinwire.elastic.membership import POLL_SECONDS, Membership
 from thinwire.elastic.notes import Notes
 from thinwire.elastic.record import Record, Row
 from thinwire.elastic.shares import Position
@@ -60,7 +60,7 @@ class Recorded(Membership):
 
     def say_has_state(self, meeting: Meeting, giver: int) -> None: ...
 
-    def say_failed(self, meeting: Meeting, is_own: bool = True) -> None:
+    def say_failed(self, meeting: Meeting, unreached: Sequence[Sequence[int]] = ()) -> None:
         raise RunError(f"the replay's ranks lost each other in round {meeting.round}")
 
     def settle(self, meeting: Meeting, is_last: bool) -> Meeting:

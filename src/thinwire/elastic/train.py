@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.optim import Optimizer
 
-from thinwire.comm.addresses import AUTO, gloo_interface
+from thinwire.comm.addresses import AUTO, gloo_address, gloo_interface
 from thinwire.comm.join import own_node_key, wait_for_gloo_threads
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.patience import patience_seconds
@@ -24,8 +24,9 @@ from thinwire.common.messages import print_line
 from thinwire.elastic.groups import wait_for_closing
 from thinwire.elastic.job import Job
 from thinwire.elastic.keeper import find_place, find_store
+from thinwire.elastic.meeting import LeftBehind
 from thinwire.elastic.member import Member
-from thinwire.elastic.membership import LeftBehind, Membership
+from thinwire.elastic.membership import Membership
 from thinwire.elastic.notes import Notes, StoreLost
 from thinwire.elastic.record import Record, Row
 from thinwire.elastic.shares import Position
@@ -100,9 +101,9 @@ def take_part(
     try:
         _check_job(found.notes, about)
         with without_grace(), gloo_interface(find_place(at)[0], iface):
-            ledger = Ledger()
+            ledger, address = Ledger(), gloo_address(find_place(at)[0])[1]
             while True:
-                member = _member(found.notes, trainee, record, brought, seconds, ledger)
+                member = _member(found.notes, address or "", trainee, record, brought, seconds, ledger)
                 member.after_round = partial(_after, member, saved, after_round)
                 member.on_state = member.on_state if saved is None else partial(saved.set_aside, record)
                 try:
@@ -166,9 +167,9 @@ def _check_job(notes: Notes, own: dict[str, Any]) -> None:
 
 
 def _member(
-    notes: Notes, trainee: Trainee, record: Record, brought: Brought, patience: float, ledger: Ledger
+    notes: Notes, address: str, trainee: Trainee, record: Record, brought: Brought, patience: float, ledger: Ledger
 ) -> Member:
-    about = {"name": socket.gethostname(), "host": own_node_key()[0], "pid": os.getpid()}
+    about = {"name": socket.gethostname(), "host": own_node_key()[0], "pid": os.getpid(), "address": address}
     membership = Membership(notes.another(), about, patience, None if brought.id < 0 else brought.id)
     member = Member(membership, trainee, record, brought.at, notes.another())
     member.say, member.ledger, member.was, member.others = print_line, ledger, brought.id, brought.others
