@@ -62,6 +62,23 @@ def test_a_rank_whose_training_hangs_is_not_waited_for_for_ever(
     assert "its training hangs" in rows[1].lost[str(hung.id)]
 
 
+def test_a_rank_that_trains_slowly_is_waited_for_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes step after step. The operation of the other times out, and that took it for one that hangs."""
+    monkeypatch.setattr(groups, "OPERATION_SECONDS", 3.0)
+    monkeypatch.setattr(membership, "OPERATION_SECONDS", 3.0)
+
+    def slow(at: str, one: Mortal) -> None:
+        if at == "train" and one.at.round == 0:
+            real = one.trainee.learner.update
+            one.trainee.learner.update = lambda: (time.sleep(2), real())[1]  # type: ignore[method-assign]
+
+    with world(job("diloco(every=4)", epochs=1)) as run:
+        run.start(1, min_ranks=2, patience=2)
+        run.start(1, min_ranks=2, before=slow, patience=2)
+    assert not run.errors
+    assert not any(row.lost for row in check(run).record.rows)
+
+
 def test_a_rank_that_was_let_in_and_given_up_while_it_was_stopped_comes_again() -> None:
     """When it looks again the run is several rounds further. It used to wait to be let in, which had been."""
     with notes() as here:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -11,7 +10,7 @@ from typing import Any
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.process import ProcessComm
 from thinwire.data import derive_seed
-from thinwire.elastic.groups import OPERATION_SECONDS, Task, Unreachable, Work, connect, let_go, share_json
+from thinwire.elastic.groups import Task, Unreachable, Work, connect, let_go, share_json
 from thinwire.elastic.meeting import LeftBehind, Meeting, Standing
 from thinwire.elastic.membership import Membership
 from thinwire.elastic.notes import Notes, StoreLost
@@ -170,7 +169,7 @@ class Member:
         place = meeting.began.index(self.id)
         if self.seeds_everything:
             seed_everything(derive_seed(self.trainee.job.seed, meeting.round, place))
-        self.losses = self.trainee.train(self.shares(meeting), place)
+        self.losses = self.trainee.train(self.shares(meeting), place, self.membership.count_step)
         self.trained = meeting.round
         return None
 
@@ -216,7 +215,7 @@ class Member:
 
     def _in_vain(self, meeting: Meeting, work: Work) -> Meeting | None:
         """Wait for work with the others; returns the next attempt if it cannot be finished."""
-        begin, unreached = time.monotonic(), list[tuple[int, int]]()
+        unreached: list[tuple[int, int]] = []
         decided = self.membership.wait(meeting, lambda: work.is_over() or self.membership.has_failed(meeting))
         if decided is not None:
             return decided
@@ -231,9 +230,7 @@ class Member:
         except RuntimeError:
             pass  # a connection broke: the hearts tell whose
         self.membership.say_failed(meeting, unreached)
-        is_overdue = time.monotonic() - begin > OPERATION_SECONDS  # so gloo gave up: somebody has not come
-        limit = self.membership.patience if is_overdue else None
-        return self.membership.wait(meeting, lambda: False, lambda: self.membership.silent_about(meeting), limit)
+        return self.membership.wait(meeting, lambda: False, lambda: self.membership.silent_about(meeting))
 
     def _come_as_newcomer(self) -> None:
         """Forget what this rank brought: the others are further."""

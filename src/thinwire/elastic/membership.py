@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from thinwire.elastic.groups import OPERATION_SECONDS
-from thinwire.elastic.hearts import BEATS, LONGEST_BEAT, Heart, Watch
+from thinwire.elastic.hearts import BEATS, LONGEST_BEAT, Heart, Steps, Watch
 from thinwire.elastic.meeting import Failures, Meeting, Standing, left_behind
 from thinwire.elastic.notes import Notes
 
@@ -38,6 +38,7 @@ class Membership:
         self.heart = Heart(notes.another(), self.id, min(patience / BEATS, LONGEST_BEAT))
         self._said: set[str] = set()
         self._failures = Failures(patience)
+        self.steps = Steps(notes, patience)
 
     def _register(self, about: dict[str, Any], claim: int | None) -> int:
         """An id of its own; the one that it had before the run was resumed, if nobody else has claimed it."""
@@ -131,6 +132,10 @@ class Membership:
         self.heart.stop()
         self.notes.append("gone", {"id": self.id, "why": why})
 
+    def count_step(self) -> None:
+        """Say that this rank has made a step of training."""
+        self.heart.steps += 1
+
     def close(self) -> None:
         """Stop without a word."""
         self.heart.stop()
@@ -138,20 +143,20 @@ class Membership:
     # ---- an attempt
 
     def wait(
-        self, meeting: Meeting, is_done: Callable[[], bool], late: Callable[[], Sequence[int]] = tuple,
-        limit: float | None = None,
-    ) -> Meeting | None:  # fmt: skip
+        self, meeting: Meeting, is_done: Callable[[], bool], late: Callable[[], Sequence[int]] = tuple
+    ) -> Meeting | None:
         """Wait until something is done (None), or until the attempt is decided: then it is in vain.
 
-        After the limit, who is still `late` then is lost, although its heart beats.
+        Who is `late` after the patience, and whose training stands still for long, is lost although its heart beats.
         """
         pause, begin = POLL_SECONDS[0], time.monotonic()
         while not is_done():
             decided = self.look(meeting)
             if decided is not None:
                 return decided
-            if time.monotonic() - begin > (OPERATION_SECONDS if limit is None else limit) and (lost := late()):
-                return self._void(meeting, dict.fromkeys(lost, HANGS))
+            hanging = self.steps.hanging(meeting.number, meeting.members, OPERATION_SECONDS)
+            if hanging and time.monotonic() - begin > self.patience and (lost := hanging & {*late()}):
+                return self._void(meeting, dict.fromkeys(sorted(lost), HANGS))
             time.sleep(pause)
             pause = min(2 * pause, POLL_SECONDS[1])
         return None

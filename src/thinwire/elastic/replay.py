@@ -41,9 +41,8 @@ class Recorded(Membership):
         return next(meeting for meeting in self.meetings if self.id in meeting.members)
 
     def wait(
-        self, meeting: Meeting, is_done: Callable[[], bool], late: Callable[[], Sequence[int]] = tuple,
-        limit: float | None = None,
-    ) -> Meeting | None:  # fmt: skip
+        self, meeting: Meeting, is_done: Callable[[], bool], late: Callable[[], Sequence[int]] = tuple
+    ) -> Meeting | None:
         pause, end = POLL_SECONDS[0], time.monotonic() + STUCK_SECONDS
         while not is_done():
             if time.monotonic() > end:
@@ -66,6 +65,7 @@ class Recorded(Membership):
     def settle(self, meeting: Meeting, is_last: bool) -> Meeting:
         return self.meetings[meeting.number + 1]
 
+    def count_step(self) -> None: ...
     def leave(self, why: str) -> None: ...
     def close(self) -> None: ...
 
