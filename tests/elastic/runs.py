@@ -106,7 +106,9 @@ class World:
         started = []
         for _ in range(count):
             trainee = Trainee(self.job)
-            membership = Membership(self.notes.another(), {"name": "here", "host": len(self.members)}, patience)
+            number = len(self.members)
+            about = {"name": "here", "host": number, "address": f"127.0.0.{1 + number}"}
+            membership = Membership(self.notes.another(), about, patience)
             member = Mortal(membership, trainee, Record(), Position(), self.notes.another(), False)
             if before is not None:
                 member.before = before

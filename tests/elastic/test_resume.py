@@ -6,6 +6,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from tests.elastic.test_rounds import check
 from tests.programs import PYTHON
 from tests.training import same, weights
 from thinwire.comm.store import local_store
+from thinwire.config import RunConfig
+from thinwire.elastic.command import train_as_member
 from thinwire.elastic.meeting import Standing
 from thinwire.elastic.member import Member
 from thinwire.elastic.membership import Membership
@@ -31,6 +34,7 @@ from thinwire.elastic.shares import Position
 from thinwire.elastic.train import Brought, _check_job, _Saved, identity
 from thinwire.elastic.trainee import Trainee
 from thinwire.errors import RunError, UsageError
+from thinwire.run import records
 
 
 @pytest.fixture
@@ -149,7 +153,7 @@ def test_what_a_rank_saved_of_rounds_that_the_run_did_not_make_is_set_aside(tmp_
     work, folder = job("local_sgd(every=1)", epochs=1), tmp_path / "run"
     own = tw.train_elastic(work, place, out=folder).record
     trainee = Trainee(work)
-    saved = _Saved(folder, identity(work, trainee), keep=2, resume=True)
+    saved = _Saved(records.RunFolder(folder), identity(work, trainee), keep=2, resume=True)
     saved.set_aside(own, [*own.rows[:2], replace(own.rows[2], began=[0, 1])])
     brought = saved.load(trainee, Record(rows=own.rows))
     assert brought == Brought(Position(1, 0, 8, 1), 0, 1)
@@ -187,6 +191,37 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path, place: str) -> None:
     with pytest.raises(UsageError, match="of another run; resume=True"):
         tw.train_elastic(work, place, out=tmp_path / "run")
     assert (tmp_path / "run" / "membership.jsonl").read_text() == before
+
+
+def test_one_rank_at_a_time_uses_a_folder(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second one with resume=True swept tensors that the first had just written, and rewrote its record."""
+    work, folder, tried = job("local_sgd(every=1)", epochs=1), tmp_path / "run", list[str]()
+    config = RunConfig(elastic=place, strategy="local_sgd", out=folder, resume=True)
+    monkeypatch.setattr(records, "LOCK_SECONDS", 0.1)
+    others: dict[str, Callable[[], object]] = {
+        "to resume": lambda: tw.train_elastic(work, place, out=folder, resume=True),
+        "anew": lambda: tw.train_elastic(work, place, out=folder),
+        "as a command": lambda: train_as_member(config),
+    }
+
+    def after_round(row: Row, member: Member) -> None:
+        if row.round == 1:
+            (folder / "config.toml").touch()
+            manifest = next((folder / "checkpoints").glob("*/rank-0.json"))
+            text = manifest.read_text()
+            manifest.unlink()  # it is written after the tensors
+            for name, come in others.items():
+                with pytest.raises(UsageError, match=r"another run writes to .*run; wait until it has ended"):
+                    come()
+                tried.append(name)
+            assert manifest.with_suffix(".safetensors").exists()
+            manifest.write_text(text)
+
+    tw.train_elastic(work, place, out=folder, after_round=after_round)
+    assert tried == [*others]
+    after = records.RunFolder(folder)
+    after.hold()
+    after.release()
 
 
 @pytest.mark.parametrize(

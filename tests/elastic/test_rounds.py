@@ -20,8 +20,7 @@ from tests.training import decayed_sgd, same, trainer, weights
 from thinwire import registry
 from thinwire.comm.store import local_store
 from thinwire.elastic.hearts import Watch
-from thinwire.elastic.meeting import Meeting
-from thinwire.elastic.membership import LeftBehind
+from thinwire.elastic.meeting import LeftBehind, Meeting
 from thinwire.elastic.notes import Notes, StoreLost, client
 from thinwire.elastic.replay import replay
 from thinwire.elastic.trainee import Trainee

@@ -114,6 +114,7 @@ def test_one_run_at_a_time_holds_a_folder(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_what_a_killed_run_had_not_written_to_its_end_is_swept_up(tmp_path: Path) -> None:
     scraps = [".model.safetensors.12.new", ".metrics.jsonl.12.new", ".config.toml.12.new", ".model-2.safetensors.3.new"]
+    scraps.append(".membership.jsonl.12.new")  # of an elastic run
     users = [".notes.12.new", ".model.safetensors.new", "model.safetensors", "metrics.jsonl.12.new", ".env"]
     for name in (*scraps, *users):
         (tmp_path / name).touch()

@@ -23,7 +23,7 @@ from thinwire.errors import UsageError
 from thinwire.optim import build_optimizer
 from thinwire.run.evaluation import evaluate
 from thinwire.run.records import RunFolder
-from thinwire.run.startup import seed_everything, use_device, with_defaults
+from thinwire.run.startup import hold_folder, seed_everything, use_device, with_defaults
 from thinwire.surgery.memory_format import usual_copy
 from thinwire.tasks.base import Task
 from thinwire.tasks.loading import load_task, with_metric
@@ -36,11 +36,19 @@ def train_as_member(config: RunConfig) -> None:
     """Be one rank of an elastic run until it is finished."""
     _refuse_unfit(config)
     task, config = load(config)
-    assert config.elastic is not None
-    find_place(place := config.elastic)
+    find_place(str(config.elastic))
     device = use_device(config, None)
-    trainee, test_every = Trainee(job_of(config, task, device)), int(config.test_every)
-    folder = RunFolder.existing(config.out) if config.resume else RunFolder.new(config)
+    trainee = Trainee(job_of(config, task, device))
+    folder = hold_folder(config)
+    try:
+        _train(config, task, trainee, folder)
+    finally:
+        folder.release()
+
+
+def _train(config: RunConfig, task: Task, trainee: Trainee, folder: RunFolder) -> None:
+    """Train in a folder that is held."""
+    device, test_every = trainee.job.device, int(config.test_every)
     if not config.resume:
         config = config.model_copy(update={"out": folder.path})
         folder.save_config(config)
@@ -55,8 +63,8 @@ def train_as_member(config: RunConfig) -> None:
 
     try:
         taken = take_part(
-            trainee, place, folder.path, bool(config.resume), config.min_ranks, config.patience or PATIENCE,
-            config.iface, config.secret_file, config.keep, after_round,
+            trainee, str(config.elastic), folder, bool(config.resume), config.min_ranks,
+            config.patience or PATIENCE, config.iface, config.secret_file, config.keep, after_round,
         )  # fmt: skip
     except BaseException:
         folder.remove_if_empty()

@@ -16,8 +16,10 @@ from thinwire.comm.ledger import Ledger
 from thinwire.comm.peers import check_peers
 from thinwire.comm.process import ProcessComm
 from thinwire.comm.process_groups import members_group_pair
+from thinwire.comm.reach import find_unreached
 from thinwire.comm.world import number_nodes
 from thinwire.elastic.notes import Notes
+from thinwire.errors import RunError
 
 CLOSE_SECONDS = 3.0
 OPERATION_SECONDS = 1800.0  # one operation of a living group; a lost member is found by its heart long before
@@ -54,18 +56,44 @@ class Task:
             self.error = error
 
 
+class Unreachable(RunError):
+    """Members cannot open connections to each other."""
+
+    def __init__(self, pairs: list[tuple[int, int]]) -> None:
+        super().__init__("ranks cannot connect to each other")
+        self.pairs = pairs  # places in the group: who tried, and to whom
+
+
+def try_connections(notes: Notes, number: int, place: int, addresses: Sequence[str]) -> None:
+    """Raise Unreachable, on every member, if some cannot connect to others: gloo tries for a minute, and blames nobody.
+
+    A member without an address is not tried.
+    """
+    store = dist.PrefixStore(f"try/{number}", notes.store)
+    among = [i for i, address in enumerate(addresses) if address]
+    if len(among) < 2:
+        return
+    found = find_unreached(store, place, len(addresses), addresses[place], among)
+    if found:
+        raise Unreachable([(one.source, one.to) for one in found])
+
+
 def connect(
-    notes: Notes, number: int, place: int, hosts: Sequence[int], ledger: Ledger, device: torch.device, seconds: float
-) -> ProcessComm:
-    """The group of some members, on these hosts; all of them call it, and wait for each other for some seconds."""
+    notes: Notes, number: int, place: int, about: Sequence[dict[str, Any]], ledger: Ledger, device: torch.device,
+    seconds: float,
+) -> ProcessComm:  # fmt: skip
+    """The group of members that said this of themselves; all call it, and wait for each other for some seconds."""
+    try_connections(notes, number, place, [str(one.get("address", "")) for one in about])
     store = dist.PrefixStore(f"group/{number}", notes.store)
     timeout = datetime.timedelta(seconds=seconds)
-    pair = members_group_pair(store, "members", (place, len(hosts)), "gloo", timeout)
+    pair = members_group_pair(store, "members", (place, len(about)), "gloo", timeout)
     for group in pair:
         backend: Any = group._get_backend(torch.device("cpu"))
         backend._set_default_timeout(datetime.timedelta(seconds=OPERATION_SECONDS))
     check_peers(pair, notes.secret)
-    return ProcessComm(pair, range(len(hosts)), "world", ledger, device, number_nodes(hosts))
+    return ProcessComm(
+        pair, range(len(about)), "world", ledger, device, number_nodes([one.get("host", 0) for one in about])
+    )
 
 
 _closing: list[threading.Thread] = []

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from thinwire.comm.reach import MOST_PEERS
 from thinwire.errors import RunError
+
+TRIES = 3  # of members whose hearts all beat, and whose connections fail: then those may be left out who are at fault
+PAUSE_SECONDS = 0.005  # after the second attempt that failed; then twice as long each time
 
 
 @dataclass(frozen=True)
@@ -52,10 +57,40 @@ class Meeting:
             failures=failures,
         )  # fmt: skip
 
+    def at_fault(self, unreached: Sequence[Sequence[int]]) -> list[int]:
+        """Whom to leave out if these pairs of members cannot connect: who fails with most others, and with over half.
+
+        A pair counts for both. Of several, it is the one that more of the others cannot reach, then the last to come.
+        If it alone has the state of the run, it stays, and those go that it cannot connect with.
+        """
+        partners = {one: {a if b == one else b for a, b in unreached if one in (a, b)} for one in self.members}
+        named = [to for _, to in unreached]
+        worst = max(self.members, key=lambda one: (len(partners[one]), named.count(one), self.members.index(one)))
+        if 2 * len(partners[worst]) <= min(len(self.members) - 1, MOST_PEERS):
+            return []
+        return sorted(partners[worst]) if self.without({worst: ""}).ended else [worst]
+
     @property
     def with_state(self) -> list[int]:
         """Members that have the state of the run, so that they can give it to the others."""
         return [one for one in self.members if one not in self.newcomers or str(one) in self.heirs]
+
+
+class Failures:
+    """Attempts, one after the other, that failed although nobody was lost: how long this rank has seen them."""
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._first, self._last = (-1, 0.0), (-1, 0.0)  # the number of that attempt, and when it was seen
+
+    def see(self, meeting: Meeting) -> tuple[bool, bool]:
+        """After an attempt that failed: whether they have for too long, and whether the next one may begin."""
+        now, first = time.monotonic(), meeting.number - meeting.failures
+        self._first = self._first if self._first[0] == first else (first, now)
+        self._last = self._last if self._last[0] == meeting.number else (meeting.number, now)
+        pause = min(PAUSE_SECONDS * 2 ** min(meeting.failures, 20), self._patience / 10) if meeting.failures else 0.0
+        is_long = meeting.failures + 1 >= TRIES and now - self._first[1] > self._patience
+        return is_long, now - self._last[1] >= pause
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -11,9 +10,9 @@ from typing import Any
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.process import ProcessComm
 from thinwire.data import derive_seed
-from thinwire.elastic.groups import OPERATION_SECONDS, Task, Work, connect, let_go, share_json
-from thinwire.elastic.meeting import Meeting, Standing
-from thinwire.elastic.membership import LeftBehind, Membership
+from thinwire.elastic.groups import Task, Unreachable, Work, connect, let_go, share_json
+from thinwire.elastic.meeting import LeftBehind, Meeting, Standing
+from thinwire.elastic.membership import Membership
 from thinwire.elastic.notes import Notes, StoreLost
 from thinwire.elastic.record import Record, Row
 from thinwire.elastic.shares import Position, Shares, share_out, weights
@@ -126,11 +125,11 @@ class Member:
         )
         if decided:
             return decided
-        hosts = [self.membership.about(one).get("host", 0) for one in here]
+        about = [self.membership.about(one) for one in here]
         made: list[ProcessComm] = []
         own, device = self.groups.another(), self.trainee.job.device
         task = Task(
-            lambda: made.append(connect(own, meeting.group, place, hosts, self.ledger, device, CONNECT_SECONDS))
+            lambda: made.append(connect(own, meeting.group, place, about, self.ledger, device, CONNECT_SECONDS))
         )
         if decided := self._in_vain(meeting, task):
             return decided
@@ -170,7 +169,7 @@ class Member:
         place = meeting.began.index(self.id)
         if self.seeds_everything:
             seed_everything(derive_seed(self.trainee.job.seed, meeting.round, place))
-        self.losses = self.trainee.train(self.shares(meeting), place)
+        self.losses = self.trainee.train(self.shares(meeting), place, self.membership.count_step)
         self.trained = meeting.round
         return None
 
@@ -216,23 +215,22 @@ class Member:
 
     def _in_vain(self, meeting: Meeting, work: Work) -> Meeting | None:
         """Wait for work with the others; returns the next attempt if it cannot be finished."""
-        begin, is_own = time.monotonic(), True
+        unreached: list[tuple[int, int]] = []
         decided = self.membership.wait(meeting, lambda: work.is_over() or self.membership.has_failed(meeting))
         if decided is not None:
             return decided
         try:
-            is_own = work.is_over()
             if work.is_over():
                 work.result()
                 return None
         except Stopped:
             raise
+        except Unreachable as error:
+            unreached = [(meeting.members[place], meeting.members[to]) for place, to in error.pairs]
         except RuntimeError:
             pass  # a connection broke: the hearts tell whose
-        self.membership.say_failed(meeting, is_own)
-        is_overdue = time.monotonic() - begin > OPERATION_SECONDS  # so gloo gave up: somebody has not come
-        limit = self.membership.patience if is_overdue else None
-        return self.membership.wait(meeting, lambda: False, lambda: self.membership.silent_about(meeting), limit)
+        self.membership.say_failed(meeting, unreached)
+        return self.membership.wait(meeting, lambda: False, lambda: self.membership.silent_about(meeting))
 
     def _come_as_newcomer(self) -> None:
         """Forget what this rank brought: the others are further."""

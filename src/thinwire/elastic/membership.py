@@ -18,14 +18,12 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from thinwire.elastic.groups import OPERATION_SECONDS
-from thinwire.elastic.hearts import BEATS, LONGEST_BEAT, Heart, Watch
-from thinwire.elastic.meeting import LeftBehind as LeftBehind
-from thinwire.elastic.meeting import Meeting, Standing, left_behind
+from thinwire.elastic.hearts import BEATS, LONGEST_BEAT, Heart, Steps, Watch
+from thinwire.elastic.meeting import Failures, Meeting, Standing, left_behind
 from thinwire.elastic.notes import Notes
 
 SUSPICION = 0.2  # share of the patience that is enough once a connection broke
 POLL_SECONDS = (0.005, 0.1)  # between two looks at the store: the first, and the longest
-TRIES = 3  # of members whose hearts all beat, and whose connections fail: then one of them is left out
 UNREACHABLE = "its connections to the others fail"
 HANGS = "it lives, but its training hangs"
 
@@ -39,7 +37,8 @@ class Membership:
         self.watch = Watch(notes, longest=patience / 10)
         self.heart = Heart(notes.another(), self.id, min(patience / BEATS, LONGEST_BEAT))
         self._said: set[str] = set()
-        self._failing = -1, 0.0  # the first of the attempts that failed although nobody was lost, and since when
+        self._failures = Failures(patience)
+        self.steps = Steps(notes, patience)
 
     def _register(self, about: dict[str, Any], claim: int | None) -> int:
         """An id of its own; the one that it had before the run was resumed, if nobody else has claimed it."""
@@ -133,6 +132,10 @@ class Membership:
         self.heart.stop()
         self.notes.append("gone", {"id": self.id, "why": why})
 
+    def count_step(self) -> None:
+        """Say that this rank has made a step of training."""
+        self.heart.steps += 1
+
     def close(self) -> None:
         """Stop without a word."""
         self.heart.stop()
@@ -140,20 +143,20 @@ class Membership:
     # ---- an attempt
 
     def wait(
-        self, meeting: Meeting, is_done: Callable[[], bool], late: Callable[[], Sequence[int]] = tuple,
-        limit: float | None = None,
-    ) -> Meeting | None:  # fmt: skip
+        self, meeting: Meeting, is_done: Callable[[], bool], late: Callable[[], Sequence[int]] = tuple
+    ) -> Meeting | None:
         """Wait until something is done (None), or until the attempt is decided: then it is in vain.
 
-        After the limit, who is still `late` then is lost, although its heart beats.
+        Who is `late` after the patience, and whose training stands still for long, is lost although its heart beats.
         """
         pause, begin = POLL_SECONDS[0], time.monotonic()
         while not is_done():
             decided = self.look(meeting)
             if decided is not None:
                 return decided
-            if time.monotonic() - begin > (OPERATION_SECONDS if limit is None else limit) and (lost := late()):
-                return self._void(meeting, dict.fromkeys(lost, HANGS))
+            hanging = self.steps.hanging(meeting.number, meeting.members, OPERATION_SECONDS)
+            if hanging and time.monotonic() - begin > self.patience and (lost := hanging & {*late()}):
+                return self._void(meeting, dict.fromkeys(sorted(lost), HANGS))
             time.sleep(pause)
             pause = min(2 * pause, POLL_SECONDS[1])
         return None
@@ -171,12 +174,16 @@ class Membership:
         """Say from whom this rank has got the state of the run; -1 if it has none, or is about to get another one."""
         self.notes.write(f"has/{meeting.round}/{self.id}", giver)
 
-    def say_failed(self, meeting: Meeting, is_own: bool = True) -> None:
-        """Say that this rank cannot finish an attempt: a connection broke, of its own or of another rank."""
-        if is_own:
-            self._say(f"broke/{meeting.number}/{self.id}")
+    def say_failed(self, meeting: Meeting, unreached: Sequence[Sequence[int]] = ()) -> None:
+        """Say that this rank cannot finish an attempt: a connection broke, or these pairs of members have none."""
+        if unreached:
+            self.notes.write(f"unreached/{meeting.number}", unreached)
         self._say(f"failed/{meeting.number}/{self.id}")
         self._say(f"failed/{meeting.number}")
+
+    def unreached(self, meeting: Meeting) -> list[list[int]]:
+        """Pairs of members that could not connect in an attempt: who tried, and to whom."""
+        return list(self.notes.read(f"unreached/{meeting.number}") or [])
 
     def has_failed(self, meeting: Meeting) -> bool:
         """Whether somebody cannot finish an attempt."""
@@ -207,17 +214,10 @@ class Membership:
 
     def _again(self, meeting: Meeting) -> Meeting | None:
         """Void an attempt that nobody was lost in. If connections fail again and again, and for longer than others are
-        patient, one rank is left out: the last to come of those whose own ones fail."""
-        first, began = self._failing
-        if first != meeting.number - meeting.failures:
-            self._failing = first, began = meeting.number - meeting.failures, time.monotonic()
-        seconds = time.monotonic() - began
-        if meeting.failures + 1 >= TRIES and seconds > self.patience:
-            broke = [one for one in meeting.members if self.notes.has([f"broke/{meeting.number}/{one}"])]
-            return self._void(meeting, {(broke or meeting.members)[-1]: UNREACHABLE})
-        if meeting.failures and seconds < min(POLL_SECONDS[0] * 2**meeting.failures, self.patience):
-            return None  # not at once: it may take a moment until connections are possible again
-        return self._void(meeting, {})
+        patient, those are left out who are at fault."""
+        is_long, may_begin = self._failures.see(meeting)
+        out = meeting.at_fault(self.unreached(meeting)) if is_long else []
+        return self._void(meeting, dict.fromkeys(out, UNREACHABLE)) if out or may_begin else None
 
     def _void(self, meeting: Meeting, lost: dict[int, str]) -> Meeting:
         """Decide that an attempt is void. If nobody is left but newcomers, those go on who got the state already."""

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from thinwire.elastic.job import Job
-from thinwire.elastic.meeting import Meeting, Standing
+from thinwire.elastic.meeting import LeftBehind, Meeting, Standing
 from thinwire.elastic.member import Member
-from thinwire.elastic.membership import POLL_SECONDS, LeftBehind, Membership
+from thinwire.elastic.membership import POLL_SECONDS, Membership
 from thinwire.elastic.notes import Notes
 from thinwire.elastic.record import Record, Row
 from thinwire.elastic.shares import Position
@@ -41,9 +41,8 @@ class Recorded(Membership):
         return next(meeting for meeting in self.meetings if self.id in meeting.members)
 
     def wait(
-        self, meeting: Meeting, is_done: Callable[[], bool], late: Callable[[], Sequence[int]] = tuple,
-        limit: float | None = None,
-    ) -> Meeting | None:  # fmt: skip
+        self, meeting: Meeting, is_done: Callable[[], bool], late: Callable[[], Sequence[int]] = tuple
+    ) -> Meeting | None:
         pause, end = POLL_SECONDS[0], time.monotonic() + STUCK_SECONDS
         while not is_done():
             if time.monotonic() > end:
@@ -60,12 +59,13 @@ class Recorded(Membership):
 
     def say_has_state(self, meeting: Meeting, giver: int) -> None: ...
 
-    def say_failed(self, meeting: Meeting, is_own: bool = True) -> None:
+    def say_failed(self, meeting: Meeting, unreached: Sequence[Sequence[int]] = ()) -> None:
         raise RunError(f"the replay's ranks lost each other in round {meeting.round}")
 
     def settle(self, meeting: Meeting, is_last: bool) -> Meeting:
         return self.meetings[meeting.number + 1]
 
+    def count_step(self) -> None: ...
     def leave(self, why: str) -> None: ...
     def close(self) -> None: ...
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from thinwire.elastic.meeting import Meeting, left_behind
+from thinwire.elastic.meeting import TRIES, Meeting, left_behind
 from thinwire.elastic.membership import UNREACHABLE, Membership
 from thinwire.errors import RunError
 
 
 def changes(membership: Membership, before: Meeting, after: Meeting) -> Iterator[str]:
-    """A line for each rank that is lost with an attempt, and for each that joins after it."""
+    """A line for each rank that is lost with an attempt, and for each that joins after it; one if attempts fail."""
     for name, why in after.lost.items():
         if name not in before.lost and not after.committed:
             yield f"round {before.round}: {_named(membership, int(name))} has left ({why}); {_go_on(after)}"
+    if after.failures == TRIES:
+        pairs = ", ".join(f"{one} to {other}" for one, other in membership.unreached(before))
+        what = f"ranks cannot connect ({pairs})" if pairs else "connections of ranks break"
+        yield f"round {before.round}: {what}; they try again"
     for one in after.newcomers if after.committed else ():
         yield f"round {after.round}: {_named(membership, one)} joins; {_go_on(after)}"
 

@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.optim import Optimizer
 
-from thinwire.comm.addresses import AUTO, gloo_interface
+from thinwire.comm.addresses import AUTO, gloo_address, gloo_interface
 from thinwire.comm.join import own_node_key, wait_for_gloo_threads
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.patience import patience_seconds
@@ -23,14 +24,16 @@ from thinwire.common.messages import print_line
 from thinwire.elastic.groups import wait_for_closing
 from thinwire.elastic.job import Job
 from thinwire.elastic.keeper import find_place, find_store
+from thinwire.elastic.meeting import LeftBehind
 from thinwire.elastic.member import Member
-from thinwire.elastic.membership import LeftBehind, Membership
+from thinwire.elastic.membership import Membership
 from thinwire.elastic.notes import Notes, StoreLost
 from thinwire.elastic.record import Record, Row
 from thinwire.elastic.shares import Position
 from thinwire.elastic.trainee import Trainee, solo
 from thinwire.errors import RunError, Stopped, UsageError
 from thinwire.run.checkpoint import Checkpoints
+from thinwire.run.records import RunFolder
 from thinwire.run.startup import fingerprint
 from thinwire.strategies.learner import IMPLEMENTATION
 
@@ -75,27 +78,32 @@ def train_elastic(
     """
     if min_ranks < 1:
         raise UsageError(f"train_elastic: min_ranks={min_ranks}; possible: 1 or more")
-    return take_part(Trainee(job), at, out, resume, min_ranks, patience, iface, secret_file, keep, after_round)
+    trainee = Trainee(job)
+    with ExitStack() as held:
+        if (folder := None if out is None else RunFolder(out)) is not None:
+            folder.hold()
+            held.callback(folder.release)
+        return take_part(trainee, at, folder, resume, min_ranks, patience, iface, secret_file, keep, after_round)
 
 
 def take_part(
-    trainee: Trainee, at: str, out: Path | None, resume: bool, min_ranks: int, patience: float | str, iface: str,
-    secret_file: Path | None, keep: int, after_round: Callable[[Row, Member], None],
+    trainee: Trainee, at: str, folder: RunFolder | None, resume: bool, min_ranks: int, patience: float | str,
+    iface: str, secret_file: Path | None, keep: int, after_round: Callable[[Row, Member], None],
 ) -> Taken:  # fmt: skip
-    """What `train_elastic` does, with a model that was made already."""
-    seconds, job = patience_seconds(patience), trainee.job
-    record = Record() if out is None else Record.read(out / "membership.jsonl")
+    """What `train_elastic` does, with a model that was made already and a folder that is held."""
+    seconds, job, out = patience_seconds(patience), trainee.job, None if folder is None else folder.path
+    record = Record() if folder is None else Record.read(folder.membership)
     about, brought, saved = identity(job, trainee), Brought(), None
-    if out is not None:
-        saved = _Saved(out, about, keep, resume)
+    if folder is not None:
+        saved = _Saved(folder, about, keep, resume)
         brought = saved.load(trainee, record) if resume else brought
     found, is_finished = find_store(at, secret_file, iface), False
     try:
         _check_job(found.notes, about)
         with without_grace(), gloo_interface(find_place(at)[0], iface):
-            ledger = Ledger()
+            ledger, address = Ledger(), gloo_address(find_place(at)[0])[1]
             while True:
-                member = _member(found.notes, trainee, record, brought, seconds, ledger)
+                member = _member(found.notes, address or "", trainee, record, brought, seconds, ledger)
                 member.after_round = partial(_after, member, saved, after_round)
                 member.on_state = member.on_state if saved is None else partial(saved.set_aside, record)
                 try:
@@ -159,9 +167,9 @@ def _check_job(notes: Notes, own: dict[str, Any]) -> None:
 
 
 def _member(
-    notes: Notes, trainee: Trainee, record: Record, brought: Brought, patience: float, ledger: Ledger
+    notes: Notes, address: str, trainee: Trainee, record: Record, brought: Brought, patience: float, ledger: Ledger
 ) -> Member:
-    about = {"name": socket.gethostname(), "host": own_node_key()[0], "pid": os.getpid()}
+    about = {"name": socket.gethostname(), "host": own_node_key()[0], "pid": os.getpid(), "address": address}
     membership = Membership(notes.another(), about, patience, None if brought.id < 0 else brought.id)
     member = Member(membership, trainee, record, brought.at, notes.another())
     member.say, member.ledger, member.was, member.others = print_line, ledger, brought.id, brought.others
@@ -183,11 +191,11 @@ def _how_to_go_on(at: str, out: Path | None) -> str:
 class _Saved:
     """The checkpoints of this rank, on its own disk."""
 
-    def __init__(self, out: Path, about: dict[str, Any], keep: int, resume: bool) -> None:
+    def __init__(self, folder: RunFolder, about: dict[str, Any], keep: int, resume: bool) -> None:
         if not resume:
-            _refuse_old_run(out)
-            out.mkdir(parents=True, exist_ok=True)
-        self._checkpoints = Checkpoints(out / "checkpoints", solo(), about, keep, print_line)
+            _refuse_old_run(folder.path)
+            folder.path.mkdir(parents=True, exist_ok=True)
+        self._checkpoints = Checkpoints(folder.checkpoints, solo(), about, keep, print_line, sweeps=folder.is_held)
         self._at = -CHECKPOINT_SECONDS
 
     def is_due(self) -> bool:

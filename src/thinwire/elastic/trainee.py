@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,7 +112,7 @@ class Trainee:
 
     # ---- training
 
-    def train(self, shares: Shares, place: int) -> list[float]:
+    def train(self, shares: Shares, place: int, after_step: Callable[[], None]) -> list[float]:
         """Train one's samples of a round; returns the loss of each step."""
         job, mine = self.job, shares.indices(place, self.job.seed)
         seeds = [derive_seed(job.seed, shares.at.epoch, step.number, place) for step, _ in mine]
@@ -126,6 +126,7 @@ class Trainee:
             batch = job.transform(to_device(read, job.device), self.generator.manual_seed(seed))
             losses.append(self.learner.backward(batch, self.no_exchange))
             self.learner.update()
+            after_step()
         self.learner.check_finite()
         return [float(loss) for loss in losses]
 
@@ -237,9 +238,8 @@ def _has_failed(works: Sequence[BackgroundWork[None]]) -> bool:
 
 def _give_first(tensors: list[Tensor], comm: Comm, before: Sequence[BackgroundWork[None]]) -> None:
     """Make tensors those of the first member. It trains in every step: others have none where the rest is small."""
-    if _has_failed(before):
-        return  # what is sent over a group that is broken may never arrive
-    coalesced(tensors, lambda flat: comm.broadcast(flat, 0))
+    if not _has_failed(before):  # else the group is broken: what is sent over it may never arrive
+        coalesced(tensors, lambda flat: comm.broadcast(flat, 0))
 
 
 def _checksum(tensors: list[Tensor]) -> int:

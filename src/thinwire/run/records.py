@@ -35,6 +35,7 @@ class RunFolder:
         self.timeline = path / TIMELINE
         self.summary = path / "summary.json"
         self.checkpoints = path / "checkpoints"
+        self.membership = path / "membership.jsonl"  # of an elastic run
         self.is_held = False  # by rank 0 of this run, so no other run writes to it
         self._lock = FolderLock(path)
 
@@ -88,7 +89,8 @@ class RunFolder:
 
     def _sweep(self) -> None:
         """Remove what was not written to its end, because the process was killed: nobody else writes here now."""
-        own = (self.config, self.metrics, self.ledger, self.timeline, self.summary, self.path / "model")
+        texts = (self.config, self.metrics, self.ledger, self.timeline, self.summary, self.membership)
+        own = (*texts, self.path / "model")
         for scrap in self.path.glob(".*.new"):
             written = re.fullmatch(r"\.(.+)\.\d+\.new", scrap.name)
             if written and (self.path / written[1] in own or written[1].endswith(".safetensors")):

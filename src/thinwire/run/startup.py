@@ -58,6 +58,19 @@ def with_defaults(config: RunConfig, task: Task, ranks: int) -> RunConfig:
     return make_config(config.model_dump(), missing, source=f"defaults of {config.task}")
 
 
+def hold_folder(config: RunConfig) -> RunFolder:
+    """The folder of the run to resume, or one for a new run. It is held: no other run writes to it."""
+    folder = RunFolder.existing(config.out) if config.resume else RunFolder.new(config)
+    folder.hold()
+    try:
+        if not config.resume:
+            RunFolder.new(config.model_copy(update={"out": folder.path}))  # another run may have begun in it meanwhile
+    except ThinwireError:
+        folder.release()
+        raise
+    return folder
+
+
 def open_folder(config: RunConfig, comm: Comm) -> RunFolder:
     """The folder that rank 0 writes to, and holds: that of the run to resume, or one for a new run. Collective."""
     held: list[RunFolder] = []  # on rank 0
@@ -65,12 +78,8 @@ def open_folder(config: RunConfig, comm: Comm) -> RunFolder:
     def find() -> tuple[str, bool]:
         if config.track is not None:
             check_tracker(config.track)
-        folder = RunFolder.existing(config.out) if config.resume else RunFolder.new(config)
-        folder.hold()
-        held.append(folder)
-        if not config.resume:
-            RunFolder.new(config.model_copy(update={"out": folder.path}))  # another run may have begun in it meanwhile
-        return str(folder.path), folder.is_held
+        held.append(hold_folder(config))
+        return str(held[0].path), held[0].is_held
 
     try:
         (path, is_held), resumes = _on_rank_0_and_gather(comm, find, own=config.resume)
