@@ -105,12 +105,14 @@ def _world_comm(device: torch.device, store: dist.Store, secret: Secret | None) 
     """A Comm over the default group, whose ranks must all know the secret if there is one."""
     group = dist.group.WORLD
     assert group is not None
-    groups = (group, new_group(timeout=timeout_of(group), backend=dist.get_backend()))
-    check_peers(groups, secret)
-    watch = start_watch(store, group.rank(), range(group.size()), timeout_of(group))
+    check_peers((group,), secret)
     nodes = number_nodes([tuple(key) for key in gather_numbers(own_node_key(), group, device)])
-    comm = ProcessComm(groups, range(group.size()), "world", Ledger(), device, nodes, secret, watch)
-    del group, groups  # gloo's threads end once nothing refers to their group
+    with meeting():  # who is gone was missed above, at once; from here on all ranks are waited for
+        side_group = new_group(timeout=timeout_of(group), backend=dist.get_backend())
+    check_peers((side_group,), secret)
+    watch = start_watch(store, group.rank(), range(group.size()), timeout_of(group))
+    comm = ProcessComm((group, side_group), range(group.size()), "world", Ledger(), device, nodes, secret, watch)
+    del group, side_group  # gloo's threads end once nothing refers to their group
     with joined_with(secret), closing(comm):
         yield comm
 

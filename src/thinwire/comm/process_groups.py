@@ -124,7 +124,7 @@ def peer_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not any(sign in str(error) for sign in ("onnection", "peer", "imed out", "gloo")):
+        if not any(sign in str(error) for sign in ("onnection", "peer", "imed out", "timeout after", "gloo")):
             raise
         raise PeerLost(f"lost contact with another rank ({str(error).splitlines()[0]})") from error
 
