@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import torch
@@ -86,7 +86,8 @@ def destroy(group: dist.ProcessGroup) -> None:
     if group.group_desc == MADE_BY_MEMBERS:
         group.shutdown()
     elif dist.is_initialized():  # else torch has destroyed its groups already
-        dist.destroy_process_group(group)
+        with suppress(ValueError):  # so it has, with an earlier world
+            dist.destroy_process_group(group)
 
 
 def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
