@@ -51,7 +51,7 @@ try:
     with tw.join() as comm:
         part = comm.split([[0, 1]], "part")
         print(part.sum(torch.ones(1)).item(), part.secret)
-except tw.RunError as error:
+except (tw.RunError, tw.UsageError) as error:
     print(error)
 dist.destroy_process_group()
 """
@@ -108,6 +108,11 @@ def test_a_process_group_that_was_there_before_is_tried_when_it_is_joined(tmp_pa
     assert all("somebody who does not know the secret" in printed for printed in found), found
     found = join(tmp_path, [None] * 2, range(2), program=OWN_GROUP)
     assert all("2.0 None" in printed for printed in found), found
+
+
+def test_in_a_process_group_that_was_there_all_ranks_name_those_without_a_secret(tmp_path: Path) -> None:
+    found = join(tmp_path, [None, SECRET, None], range(3), program=OWN_GROUP)
+    assert all("rank 0 and 2 of 3 have no secret, and the others have one; give" in printed for printed in found), found
 
 
 def test_under_torchrun_the_store_with_a_secret_is_beside_that_of_torchrun(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from thinwire.comm.addresses import AUTO, gloo_interface
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.patience import DEFAULT_SECONDS, patience_seconds
-from thinwire.comm.peers import check_peers, joined_with
+from thinwire.comm.peers import agree_on_secret, check_peers, joined_with
 from thinwire.comm.process import ProcessComm
 from thinwire.comm.process_groups import meeting, new_group, timeout_of
 from thinwire.comm.secret import Secret, read_secret
@@ -55,7 +55,9 @@ def join(
     chosen = pick_device(world) if device is None else torch.device(device)
     secret = read_secret(secret_file)
     if dist.is_initialized():
-        with _world_comm(chosen, _keys_in_store_of(default_group()), secret) as comm:
+        keys = _keys_in_store_of(default_group())
+        agree_on_secret(keys, dist.get_rank(), dist.get_world_size(), secret)
+        with _world_comm(chosen, keys, secret) as comm:
             yield comm
         return
     with gloo_interface(world.address, iface):

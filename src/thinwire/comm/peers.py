@@ -15,9 +15,9 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from thinwire.comm.process_groups import give_grace
+from thinwire.comm.process_groups import give_grace, meeting
 from thinwire.comm.secret import NONCE_BYTES, Secret
-from thinwire.errors import PeerLost, RunError
+from thinwire.errors import PeerLost, RunError, UsageError
 
 CHECK_SECONDS = 60.0
 world_secret: Secret | None = None  # that all ranks of the world know which this process has joined
@@ -32,6 +32,18 @@ def joined_with(secret: Secret | None) -> Iterator[None]:
         yield
     finally:
         world_secret = before
+
+
+def agree_on_secret(store: dist.Store, rank: int, size: int, secret: Secret | None) -> None:
+    """UsageError on all ranks if only some have a secret, who would wait for the others' proofs. Collective."""
+    store.set(f"secret/{rank}", "no" if secret is None else "yes")
+    with meeting():
+        without = [one for one in range(size) if store.get(f"secret/{one}") == b"no"]
+    if 0 < len(without) < size:
+        raise UsageError(
+            f"rank {' and '.join(map(str, without))} of {size} have no secret, and the others have one; give all ranks "
+            "the same with tw.join(secret_file=…) or the variable THINWIRE_SECRET, or none"
+        )
 
 
 def check_peers(groups: Sequence[dist.ProcessGroup], secret: Secret | None) -> None:
