@@ -8,10 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests import programs
 from tests.comm.test_store import free_port
+from thinwire.comm import process_groups
+from thinwire.comm.join import _init_process_group
 from thinwire.comm.store import local_store
+from thinwire.comm.world import World
+from thinwire.errors import PeerLost, RunError
 
 SCRIPT = """
 import torch
@@ -138,3 +143,27 @@ def test_a_rank_that_may_not_join_says_why(secrets: tuple[str | None, ...], why:
     (printed,) = join(tmp_path, secrets, [1])
     assert why in printed
     assert not any(secret in printed for secret in (SECRET, OTHER, "short;"))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "advice"),
+    [
+        (RuntimeError("gloo connectFullMesh failed"), PeerLost, "thinwire doctor tries every link"),
+        (dist.DistStoreError("wait timeout after 8000ms, keys: /0/1"), PeerLost, "thinwire doctor tries every link"),
+        (dist.DistBackendError("NCCL error"), RunError, "NCCL error"),
+    ],
+    ids=["firewall", "who is gone", "another error"],
+)
+def test_a_rank_whose_connections_fail_says_that_it_could_not_join(
+    error: Exception, kind: type[RunError], advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(dist, "init_process_group", fail)
+    with (
+        process_groups.without_grace(),
+        pytest.raises(RunError, match="rank 1 could not join 2 ranks: .*" + advice) as e,
+    ):
+        _init_process_group(World(1, 2, 1, 2, "127.0.0.1", 0, "none"), dist.HashStore(), "gloo", 5.0)
+    assert type(e.value) is kind

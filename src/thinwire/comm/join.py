@@ -23,7 +23,7 @@ from thinwire.comm.store import rendezvous
 from thinwire.comm.watch import start_watch
 from thinwire.comm.world import World, find_world, node_key, number_nodes
 from thinwire.common.memory import keep_freed_memory
-from thinwire.errors import RunError, UsageError
+from thinwire.errors import PeerLost, RunError, UsageError
 
 WORLD_OF_ONE = World(rank=0, size=1, local_rank=0, local_size=1, address="127.0.0.1", port=0, launcher="none")
 
@@ -178,5 +178,10 @@ def _init_process_group(world: World, store: dist.Store, backend: str, patience:
     try:
         with meeting():
             dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+    except PeerLost as error:
+        raise PeerLost(
+            f"rank {world.rank} could not join {world.size} ranks: {error}; if none has ended, a firewall may be "
+            "between two: thinwire doctor tries every link"
+        ) from error
     except dist.DistError as error:
         raise RunError(f"rank {world.rank} could not join {world.size} ranks: {error}") from error
