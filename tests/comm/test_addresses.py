@@ -13,6 +13,7 @@ from thinwire.comm.addresses import (
     gloo_address,
     gloo_interface,
     interface_to,
+    network_of,
     own_addresses,
     resolve_host,
 )
@@ -69,3 +70,19 @@ def test_gloo_and_nccl_use_the_interface_that_was_asked_for_and_forget_it_afterw
     assert "NCCL_SOCKET_IFNAME" not in os.environ
     with gloo_interface("127.0.0.1"):
         assert os.environ["GLOO_SOCKET_IFNAME"] == "eth77", "the user's own setting is kept"
+
+
+def test_ipv6_addresses_of_one_network_count_as_one() -> None:
+    given = [
+        "10.0.0.1",
+        "10.0.0.2",
+        "2001:db8::1",
+        "2001:db8::ffff:1",
+        "2001:db8:0:1::1",
+        "fe80::1%eth0",
+        "an unknown one",
+    ]
+    assert [network_of(one) for one in given] == [
+        "10.0.0.1", "10.0.0.2", "2001:db8::/64", "2001:db8::/64", "2001:db8:0:1::/64", "fe80::/64", "an unknown one",
+    ]  # fmt: skip
+    assert network_of("::ffff:10.0.0.1") == "10.0.0.1"

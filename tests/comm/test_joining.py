@@ -8,10 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests import programs
 from tests.comm.test_store import free_port
+from thinwire.comm import process_groups
+from thinwire.comm.join import _init_process_group
 from thinwire.comm.store import local_store
+from thinwire.comm.world import World
+from thinwire.errors import PeerLost, RunError
 
 SCRIPT = """
 import torch
@@ -51,7 +56,7 @@ try:
     with tw.join() as comm:
         part = comm.split([[0, 1]], "part")
         print(part.sum(torch.ones(1)).item(), part.secret)
-except tw.RunError as error:
+except (tw.RunError, tw.UsageError) as error:
     print(error)
 dist.destroy_process_group()
 """
@@ -110,6 +115,11 @@ def test_a_process_group_that_was_there_before_is_tried_when_it_is_joined(tmp_pa
     assert all("2.0 None" in printed for printed in found), found
 
 
+def test_in_a_process_group_that_was_there_all_ranks_name_those_without_a_secret(tmp_path: Path) -> None:
+    found = join(tmp_path, [None, SECRET, None], range(3), program=OWN_GROUP)
+    assert all("rank 0 and 2 of 3 have no secret, and the others have one; give" in printed for printed in found), found
+
+
 def test_under_torchrun_the_store_with_a_secret_is_beside_that_of_torchrun(tmp_path: Path) -> None:
     torchruns = local_store(2)
     torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "7"}
@@ -133,3 +143,27 @@ def test_a_rank_that_may_not_join_says_why(secrets: tuple[str | None, ...], why:
     (printed,) = join(tmp_path, secrets, [1])
     assert why in printed
     assert not any(secret in printed for secret in (SECRET, OTHER, "short;"))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "advice"),
+    [
+        (RuntimeError("gloo connectFullMesh failed"), PeerLost, "thinwire doctor tries every link"),
+        (dist.DistStoreError("wait timeout after 8000ms, keys: /0/1"), PeerLost, "thinwire doctor tries every link"),
+        (dist.DistBackendError("NCCL error"), RunError, "NCCL error"),
+    ],
+    ids=["firewall", "who is gone", "another error"],
+)
+def test_a_rank_whose_connections_fail_says_that_it_could_not_join(
+    error: Exception, kind: type[RunError], advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(dist, "init_process_group", fail)
+    with (
+        process_groups.without_grace(),
+        pytest.raises(RunError, match="rank 1 could not join 2 ranks: .*" + advice) as e,
+    ):
+        _init_process_group(World(1, 2, 1, 2, "127.0.0.1", 0, "none"), dist.HashStore(), "gloo", 5.0)
+    assert type(e.value) is kind

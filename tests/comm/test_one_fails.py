@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import gc
 import os
 import signal
@@ -13,8 +14,10 @@ import torch
 
 import thinwire as tw
 from tests.worlds import ProcessWorlds, ends_of, no_grace
+from thinwire.comm import join as joining
 from thinwire.comm.base import Comm
 from thinwire.comm.join import default_group, gather_numbers
+from thinwire.comm.secret import VARIABLE
 from thinwire.errors import PeerLost
 
 RANKS = 3
@@ -172,4 +175,24 @@ def test_on_processes_no_rank_waits_for_one_that_was_killed(operation: str, lost
     assert ends_of(killed_in, [2, 1], operation, lost) == [
         "ended without a word" if rank == lost else others for rank in range(RANKS)
     ]
+    assert time.monotonic() - begin < 3 * AT_ONCE_SECONDS
+
+
+def killed_while_joining(comm: Comm, before: str, secret: str, lost: int) -> None:
+    """One rank is killed before a step of joining, which the others are in; they join in a group that is there."""
+    if comm.rank == lost:
+        setattr(joining, before, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    joining.timeout_of = lambda _: datetime.timedelta(seconds=3)  # type: ignore[attr-defined]  # of the second group
+    if secret:
+        os.environ[VARIABLE] = secret
+    with tw.join(device="cpu"):
+        pass
+
+
+@pytest.mark.usefixtures("process_world")  # whose fork server stays
+@pytest.mark.parametrize("secret", ["", "a secret that no other program knows"], ids=["open", "secret"])
+@pytest.mark.parametrize("before", ["gather_numbers", "new_group", "check_peers"])
+def test_a_rank_that_is_killed_while_ranks_join_is_missed_as_in_training(before: str, secret: str) -> None:
+    begin = time.monotonic()
+    assert ends_of(killed_while_joining, [2, 1], before, secret, 1) == ["PeerLost", "ended without a word", "PeerLost"]
     assert time.monotonic() - begin < 3 * AT_ONCE_SECONDS

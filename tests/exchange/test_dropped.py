@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from tests.training import PLAIN
-from tests.worlds import ProcessWorlds, mesh_of
+from tests.worlds import ProcessWorlds, ends_of, mesh_of
 from thinwire.comm.base import Comm
+from thinwire.comm.join import default_group
 
 TRIALS = 4
 
@@ -60,3 +62,26 @@ def test_what_is_dropped_is_closed_when_the_next_one_is_made(process_world: Proc
     for gone, threads in process_world.run(threads_after_trials, 4, kind):
         assert all(gone)
         assert threads[-1] == threads[0]
+
+
+def two_worlds(comm: Comm) -> None:
+    """Rounds are dropped in a world, and its process group is destroyed and made again, as a notebook does.
+
+    torch has then forgotten the groups of the first world, which `comm` closes at its end.
+    """
+    comm.split([range(comm.size)], "world")
+    store = default_group().get_group_store()
+    for number in range(2):
+        dist.destroy_process_group()
+        keys = dist.PrefixStore(f"again/{number}", store)
+        dist.init_process_group("gloo", store=keys, rank=comm.rank, world_size=comm.size)
+        model = copy.deepcopy(PLAIN)
+        rounds: Any = tw.rounds(model, "daso(warmup_epochs=1, cooldown_epochs=1)", epochs=9)
+        rounds.together()
+        del rounds, model
+        gc.collect()
+
+
+@pytest.mark.usefixtures("process_world")  # whose fork server stays
+def test_what_is_dropped_in_a_world_does_not_disturb_the_next_one() -> None:
+    assert ends_of(two_worlds, [2, 2]) == [""] * 4

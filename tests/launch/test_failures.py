@@ -10,6 +10,7 @@ import pytest
 
 from thinwire.errors import RunError
 from thinwire.launch.failures import ROOM_BYTES, Failure, make_room, pop_failures, read_failures
+from thinwire.launch.rendezvous import LocalRendezvous
 
 
 def test_failures_fit_into_the_room_that_was_made_for_them(tmp_path: Path) -> None:
@@ -57,3 +58,16 @@ def test_half_a_failure_is_none(tmp_path: Path) -> None:
 def test_a_folder_without_room_is_named(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"cannot write .*gone: .*; free some space, or set TMPDIR to another folder"):
         make_room(tmp_path / "gone", [0])
+
+
+def test_a_restart_says_what_ranks_said_that_lost_others_if_no_other_rank_said_why(tmp_path: Path) -> None:
+    rendezvous = LocalRendezvous(3, 1, tmp_path)
+    make_room(tmp_path, range(3))
+    assert rendezvous._describe_failure() == "a rank died"
+    lost = [Failure(rank, "PeerLost", f"rank {rank} could not join 3 ranks: …") for rank in (2, 1)]
+    for one in lost:
+        one.write(tmp_path)
+    assert rendezvous._describe_failure() == "rank 1: rank 1 could not join 3 ranks: …"
+    for one in (*lost, Failure(2, "ValueError", "no")):
+        one.write(tmp_path)
+    assert rendezvous._describe_failure() == "rank 2 failed: ValueError: no"

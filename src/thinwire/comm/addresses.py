@@ -109,3 +109,16 @@ def gloo_interface(master: str, iface: str = AUTO) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def network_of(address: str) -> str:
+    """An IPv4 address, or the network (/64) of an IPv6 one: who has one address in that has all."""
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(ip, ipaddress.IPv4Address):
+        return str(ip)
+    if ip.ipv4_mapped:
+        return str(ip.ipv4_mapped)
+    return str(ipaddress.ip_network((ip, 64), strict=False))

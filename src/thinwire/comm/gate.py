@@ -24,6 +24,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from thinwire.comm.addresses import network_of
 from thinwire.comm.relays import RETRY_SECONDS, Relays, connect, hang_up, listen, receive, send, serve
 from thinwire.comm.secret import NONCE_BYTES, PROOF_BYTES, Secret
 from thinwire.common.messages import print_line
@@ -32,7 +33,7 @@ from thinwire.errors import UsageError
 GATE, RANK = b"thinwire gate 1\n", b"thinwire rank 1\n"  # the version of the protocol is part of them
 REFUSED = b"thinwire refuses".ljust(PROOF_BYTES)
 HANDSHAKE_SECONDS = 10.0
-MOST_HALF_OPEN = 64  # connections that have proved nothing yet; of more, one of the address that has most is dropped
+MOST_HALF_OPEN = 64  # connections that have proved nothing yet; of more, one of the network that has most is dropped
 MOST_ADDRESSES = 1000  # of refused strangers that are counted one by one
 PING_SECONDS = 2.0
 PING = b"\x00\xce\xf7\x85\x3c" + b"\x0d" + b"ping"  # torch's store sends the last four bytes back
@@ -55,7 +56,7 @@ class Gate:
         self._listener = listen(address, port)
         self.address, self.port = address, int(self._listener.getsockname()[1])
         self._store_port, self._secret, self._report = store_port, secret, report
-        self._half_open: dict[socket.socket, str] = {}  # from which address, the oldest first
+        self._half_open: dict[socket.socket, str] = {}  # from which network, the oldest first
         self._refused: dict[str, int] = {}
         self._lock = threading.Lock()
         self._relays = Relays("thinwire-gate")
@@ -77,7 +78,7 @@ class Gate:
         with suppress(OSError):  # it has left already
             where = str(peer.getpeername()[0])
         with self._lock:
-            self._half_open[peer] = where
+            self._half_open[peer] = network_of(where)
             if len(self._half_open) > MOST_HALF_OPEN:
                 self._drop_one()
         about: Any = {"args": (peer, where), "daemon": True, "name": "thinwire-gate-handshake"}
@@ -90,10 +91,9 @@ class Gate:
             self._count(where, "this process can start no more threads")
 
     def _drop_one(self) -> None:
-        """End the oldest connection of an address that has most: who opens many drops their own, and not a rank's."""
+        """End the oldest connection of a network that has most: who opens many drops their own, and not a rank's."""
         numbers = Counter(self._half_open.values())
-        most = max(numbers.values())
-        oldest = next(one for one, where in self._half_open.items() if numbers[where] == most)
+        oldest = max(self._half_open, key=lambda one: numbers[self._half_open[one]])  # the first of these
         del self._half_open[oldest]
         hang_up(oldest)  # its thread then ends
 

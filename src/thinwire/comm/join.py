@@ -15,7 +15,7 @@ import torch.distributed as dist
 from thinwire.comm.addresses import AUTO, gloo_interface
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.patience import DEFAULT_SECONDS, patience_seconds
-from thinwire.comm.peers import check_peers, joined_with
+from thinwire.comm.peers import agree_on_secret, check_peers, joined_with
 from thinwire.comm.process import ProcessComm
 from thinwire.comm.process_groups import meeting, new_group, timeout_of
 from thinwire.comm.secret import Secret, read_secret
@@ -23,7 +23,7 @@ from thinwire.comm.store import rendezvous
 from thinwire.comm.watch import start_watch
 from thinwire.comm.world import World, find_world, node_key, number_nodes
 from thinwire.common.memory import keep_freed_memory
-from thinwire.errors import RunError, UsageError
+from thinwire.errors import PeerLost, RunError, UsageError
 
 WORLD_OF_ONE = World(rank=0, size=1, local_rank=0, local_size=1, address="127.0.0.1", port=0, launcher="none")
 
@@ -55,7 +55,9 @@ def join(
     chosen = pick_device(world) if device is None else torch.device(device)
     secret = read_secret(secret_file)
     if dist.is_initialized():
-        with _world_comm(chosen, _keys_in_store_of(default_group()), secret) as comm:
+        keys = _keys_in_store_of(default_group())
+        agree_on_secret(keys, dist.get_rank(), dist.get_world_size(), secret)
+        with _world_comm(chosen, keys, secret) as comm:
             yield comm
         return
     with gloo_interface(world.address, iface):
@@ -105,12 +107,14 @@ def _world_comm(device: torch.device, store: dist.Store, secret: Secret | None) 
     """A Comm over the default group, whose ranks must all know the secret if there is one."""
     group = dist.group.WORLD
     assert group is not None
-    groups = (group, new_group(timeout=timeout_of(group), backend=dist.get_backend()))
-    check_peers(groups, secret)
-    watch = start_watch(store, group.rank(), range(group.size()), timeout_of(group))
+    check_peers((group,), secret)
     nodes = number_nodes([tuple(key) for key in gather_numbers(own_node_key(), group, device)])
-    comm = ProcessComm(groups, range(group.size()), "world", Ledger(), device, nodes, secret, watch)
-    del group, groups  # gloo's threads end once nothing refers to their group
+    with meeting():  # who is gone was missed above, at once; from here on all ranks are waited for
+        side_group = new_group(timeout=timeout_of(group), backend=dist.get_backend())
+    check_peers((side_group,), secret)
+    watch = start_watch(store, group.rank(), range(group.size()), timeout_of(group))
+    comm = ProcessComm((group, side_group), range(group.size()), "world", Ledger(), device, nodes, secret, watch)
+    del group, side_group  # gloo's threads end once nothing refers to their group
     with joined_with(secret), closing(comm):
         yield comm
 
@@ -174,5 +178,10 @@ def _init_process_group(world: World, store: dist.Store, backend: str, patience:
     try:
         with meeting():
             dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+    except PeerLost as error:
+        raise PeerLost(
+            f"rank {world.rank} could not join {world.size} ranks: {error}; if none has ended, a firewall may be "
+            "between two: thinwire doctor tries every link"
+        ) from error
     except dist.DistError as error:
         raise RunError(f"rank {world.rank} could not join {world.size} ranks: {error}") from error

@@ -15,8 +15,9 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from thinwire.comm.process_groups import give_grace, meeting
 from thinwire.comm.secret import NONCE_BYTES, Secret
-from thinwire.errors import RunError
+from thinwire.errors import PeerLost, RunError, UsageError
 
 CHECK_SECONDS = 60.0
 world_secret: Secret | None = None  # that all ranks of the world know which this process has joined
@@ -33,8 +34,23 @@ def joined_with(secret: Secret | None) -> Iterator[None]:
         world_secret = before
 
 
+def agree_on_secret(store: dist.Store, rank: int, size: int, secret: Secret | None) -> None:
+    """UsageError on all ranks if only some have a secret, who would wait for the others' proofs. Collective."""
+    store.set(f"secret/{rank}", "no" if secret is None else "yes")
+    with meeting():
+        without = [one for one in range(size) if store.get(f"secret/{one}") == b"no"]
+    if 0 < len(without) < size:
+        raise UsageError(
+            f"rank {' and '.join(map(str, without))} of {size} have no secret, and the others have one; give all ranks "
+            "the same with tw.join(secret_file=…) or the variable THINWIRE_SECRET, or none"
+        )
+
+
 def check_peers(groups: Sequence[dist.ProcessGroup], secret: Secret | None) -> None:
-    """Raise RunError if a connection of these groups is not to a rank that knows the secret. Collective, for gloo."""
+    """Raise RunError if a connection of these groups is not to a rank that knows the secret. Collective, for gloo.
+
+    PeerLost if a rank has ended.
+    """
     if secret is None:
         return
     for group in groups:
@@ -69,13 +85,22 @@ def _swap(parts: list[bytes], group: dist.ProcessGroup) -> list[bytes]:
         assert work is not None
         work.wait(datetime.timedelta(seconds=CHECK_SECONDS))
     except RuntimeError as error:
+        if "onnection" in str(error):
+            give_grace()
+            raise PeerLost(
+                f"lost contact with another rank that was to prove the secret ({_first_line(error)})"
+            ) from error
         raise RunError(
-            f"ranks could not prove the secret to each other within {CHECK_SECONDS:g} s: one has ended, or a stranger "
-            f"holds its connection ({str(error).splitlines()[0]}); start them again"
+            f"ranks could not prove the secret to each other within {CHECK_SECONDS:g} s: one hangs, or a stranger "
+            f"holds its connection ({_first_line(error)}); start them again"
         ) from error
     size = len(parts[0])
     whole = found.numpy().tobytes()
     return [whole[i : i + size] for i in range(0, len(whole), size)]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]
 
 
 def _numbers(*ranks: int) -> list[bytes]:

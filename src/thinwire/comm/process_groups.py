@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import torch
@@ -86,7 +86,8 @@ def destroy(group: dist.ProcessGroup) -> None:
     if group.group_desc == MADE_BY_MEMBERS:
         group.shutdown()
     elif dist.is_initialized():  # else torch has destroyed its groups already
-        dist.destroy_process_group(group)
+        with suppress(ValueError):  # so it has, with an earlier world
+            dist.destroy_process_group(group)
 
 
 def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
@@ -124,7 +125,7 @@ def peer_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not any(sign in str(error) for sign in ("onnection", "peer", "imed out", "gloo")):
+        if not any(sign in str(error) for sign in ("onnection", "peer", "imed out", "timeout after", "gloo")):
             raise
         raise PeerLost(f"lost contact with another rank ({str(error).splitlines()[0]})") from error
 

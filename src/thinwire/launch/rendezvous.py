@@ -13,7 +13,7 @@ from thinwire.comm.store import RUN_ID
 from thinwire.comm.world import DEFAULT_PORT
 from thinwire.common.messages import print_line
 from thinwire.errors import RunError, UsageError
-from thinwire.launch.failures import pop_failures
+from thinwire.launch.failures import first_of, pop_failures
 
 
 class LocalRendezvous(RendezvousHandler):
@@ -65,8 +65,11 @@ class LocalRendezvous(RendezvousHandler):
         for failure in failures:
             if failure.kind in ("UsageError", "RunError"):
                 raise (UsageError if failure.kind == "UsageError" else RunError)(failure.message)
-        causes = [failure for failure in failures if failure.kind != "PeerLost"]
-        return f"rank {causes[0].rank} failed: {causes[0].kind}: {causes[0].message}" if causes else "a rank died"
+        first = first_of(failures)
+        if first is None:
+            return "a rank died"
+        how = "" if first.kind == "PeerLost" else f" failed: {first.kind}"
+        return f"rank {first.rank}{how}: {first.message}"
 
     @property
     def use_agent_store(self) -> bool:
