@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -48,6 +51,29 @@ def test_with_a_scaler_a_step_counts_that_it_leaves_out() -> None:
         scaler.step(other)
         scaler.update()
     assert seen == pytest.approx([0.9, 0.9, 0.9 - 0.1 * 1.9])
+
+
+@pytest.mark.parametrize("with_scaler", [False, True], ids=["plain", "scaler"])
+def test_what_was_called_after_steps_is_called_and_held_no_more_once_it_is_ended(with_scaler: bool) -> None:
+    _, optimizer = stepper()
+    scaler = torch.amp.GradScaler("cpu") if with_scaler else None
+    seen: list[str] = []
+    held: list[weakref.ref[Callable[[], None]]] = []
+
+    def call(name: str) -> Callable[[], None]:
+        made: Callable[[], None] = lambda: seen.append(name)  # noqa: E731
+        held.append(weakref.ref(made))
+        return made
+
+    ends = [after_each_step(optimizer, scaler, call(name)) for name in ("first", "second")]
+    ends.pop(0)()
+    gc.collect()
+    assert [one() is None for one in held] == [True, False]
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
+    if scaler is not None:
+        scaler.scale(torch.ones(()))  # makes its scale
+    optimizer.step() if scaler is None else scaler.step(optimizer)
+    assert seen == ["second"]
 
 
 def gradients_of_a_separate_model(comm: Comm) -> list[float]:

@@ -103,6 +103,8 @@ class RoundsCallback(_WithRankFiles):
     rounds: AttachedRounds
 
     def begin(self) -> None:
+        if hasattr(self, "rounds"):  # the Trainer trains again
+            self.rounds.close()
         wrapped: Any = self.trainer.model_wrapped
         epochs = self.trainer.args.num_train_epochs
         self.trainer.args.average_tokens_across_devices = False  # else ranks tell each other numbers in every step

@@ -28,25 +28,41 @@ def separate_model(model: nn.Module) -> nn.Module:
 
 
 def count_steps(optimizer: Optimizer, scaler: GradScaler | None, rounds: AttachedRounds) -> None:
-    """Each step of an optimizer counts in rounds, until these are closed."""
-    after_each_step(optimizer, scaler, lambda: None if rounds.closed else rounds.after_step())
+    """Each step of an optimizer counts in rounds, until these are closed; then nothing holds them any more."""
+    stop, close = after_each_step(optimizer, scaler, rounds.after_step), rounds.close
+
+    def stop_and_close() -> None:
+        stop()
+        close()
+
+    rounds.close = stop_and_close  # type: ignore[method-assign]
 
 
-def after_each_step(optimizer: Optimizer, scaler: GradScaler | None, call: Callable[[], None]) -> None:
-    """Call a function after each step of an optimizer, on all ranks equally often.
+def after_each_step(optimizer: Optimizer, scaler: GradScaler | None, call: Callable[[], None]) -> Callable[[], None]:
+    """Call a function after each step of an optimizer, on all ranks equally often; returns what ends that.
 
     A loss scaler leaves a step out where gradients overflow, which may be on one rank alone. So with a scaler, the
     steps that it was asked for count.
     """
     if scaler is None:
-        optimizer.register_step_post_hook(lambda *_: call())
-        return
+        return optimizer.register_step_post_hook(lambda *_: call()).remove
+    calls: list[tuple[Optimizer, Callable[[], None]]] | None = vars(scaler).get("_thinwire_calls")
+    if calls is None:
+        calls = vars(scaler)["_thinwire_calls"] = []
+        _call_after_steps(scaler, calls)
+    entry = optimizer, call
+    calls.append(entry)
+    return lambda: calls.remove(entry) if entry in calls else None
+
+
+def _call_after_steps(scaler: GradScaler, calls: list[tuple[Optimizer, Callable[[], None]]]) -> None:
     step = scaler.step
 
     def step_and_call(stepped: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         result = step(stepped, *args, **kwargs)
-        if stepped is optimizer:
-            call()
+        for optimizer, call in list(calls):
+            if stepped is optimizer:
+                call()
         return result
 
     scaler.step = step_and_call  # type: ignore[assignment, method-assign]

@@ -32,7 +32,6 @@ class AttachedRounds:
     """
 
     has_phases: bool  # whether it matters when epochs end, as to `daso`
-    closed = False
 
     def __init__(self, model: nn.Module, strategy: InRounds, spec: str, world: Comm, close: Callable[[], None]) -> None:
         self._model, self._is_sharded, self._trained = model, is_sharded(model), _trained(model)
@@ -92,7 +91,6 @@ class AttachedRounds:
 
     def close(self) -> None:
         """End the communication threads and groups, as the end of the process does."""
-        self.closed = True
         self._close()
 
 
