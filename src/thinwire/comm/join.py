@@ -55,8 +55,7 @@ def join(
     chosen = pick_device(world) if device is None else torch.device(device)
     secret = read_secret(secret_file)
     if dist.is_initialized():
-        keys = _keys_in_store_of(default_group())
-        agree_on_secret(keys, dist.get_rank(), dist.get_world_size(), secret)
+        agree_on_secret(keys := _keys_in_store_of(default_group()), dist.get_rank(), dist.get_world_size(), secret)
         with _world_comm(chosen, keys, secret) as comm:
             yield comm
         return
