@@ -140,13 +140,12 @@ def _kept_in(strategy: Strategy, batch: Batch) -> int:
 class Times:
     """What the timed steps of a rank show: seconds of its main thread by the events of a step, of tasks by theirs."""
 
-    def __init__(self, trace: Trace, plain: float = 0.0) -> None:
-        laps = _laps(trace)
+    def __init__(self, trace: Trace, step_seconds: float = 0.0) -> None:
+        laps = _scaled(_laps(trace), trace.plain_seconds, step_seconds)
         typical = laps[UNTYPICAL_STEPS:] if len(laps) > 2 * UNTYPICAL_STEPS else laps
         self.steps = _medians(((lap.name, *map(_shape, lap.events)), lap.events) for lap in typical)
         self.like_steps = _medians(((lap.name, *map(_loose_shape, lap.events)), lap.events) for lap in typical)
-        self.plain = statistics.median([_total(lap.events) for lap in typical if lap.name == "step"] or [plain])
-        self.of_one_rank = statistics.median(trace.plain_seconds[UNTYPICAL_STEPS:] or trace.plain_seconds or [0.0])
+        self.plain = statistics.median([_total(lap.events) for lap in typical if lap.name == "step"] or [step_seconds])
         tasks = trace.tasks[len(trace.tasks) // 4 :]
         self.tasks = _medians((tuple(map(_shape, task.events)), task.events) for task in tasks)
         self.largest: dict[Hashable, Task] = {}  # by its events, whatever their sizes
@@ -187,9 +186,8 @@ def with_times(recorded: RecordedRun, timed: Mapping[int, Trace], effort: Effort
 
 def _filled(trace: Trace, times: Times, effort: Effort) -> Trace:
     filled = copy.copy(trace)
-    computing = effort.step_seconds / times.of_one_rank if times.of_one_rank else 1.0
     filled.events = [
-        event._replace(seconds=seconds * computing)
+        event._replace(seconds=seconds)
         for lap in _laps(trace)
         for event, seconds in zip(lap.events, times.of_lap(lap), strict=True)
     ]
@@ -212,6 +210,16 @@ def _laps(trace: Trace) -> list[Laps]:
             laps.append(Laps(event.op, events))
             events = []
     return laps
+
+
+def _scaled(laps: list[Laps], plain_seconds: Sequence[float], step_seconds: float) -> list[Laps]:
+    """Laps of a small model as they would be of the real one: each compared with the plain step that came before it."""
+    found, number = [], -1
+    for lap in laps if plain_seconds else ():
+        number += lap.name == "step"
+        factor = step_seconds / plain_seconds[max(0, number)]
+        found.append(Laps(lap.name, [event._replace(seconds=factor * event.seconds) for event in lap.events]))
+    return found or laps
 
 
 def _shape(event: Event) -> Hashable:
