@@ -56,6 +56,12 @@ def made_curves(**formulas: tuple[float, float]) -> RateCurves:
     return curves
 
 
+def made_plan(specs: list[str], measured: list[Quality], link: str = "100mbit") -> Plan:
+    """A plan in which all strategies take two seconds an epoch, and for all of which the same was measured."""
+    options = [Option(parse_link(link), forecast(spec, 2.0), measured, "waits") for spec in specs]
+    return Plan(PlanConfig(link=[link]), ABOUT, [parse_link(link)], [options])
+
+
 def nasty_page(nasty: str) -> Pictured:
     """A plan with a text wherever users, or what they give, can put one."""
     config, link = PlanConfig(task=nasty), Link(100)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from tests.advice.plans import made_plan
 from tests.advice.test_doctor import facts
 from tests.test_cli import call
 from thinwire import registry
@@ -14,11 +18,13 @@ from thinwire.advice.candidates import candidates
 from thinwire.advice.diagnosis import Diagnosis
 from thinwire.advice.measurements import Measurements
 from thinwire.advice.plan import check_world, load_workload, make_plan, parse_compute
+from thinwire.advice.plan_table import print_plan
 from thinwire.advice.ranking import chosen
 from thinwire.advice.recommendation import recommend
 from thinwire.comm.link_probe import PairLink
 from thinwire.config import PlanConfig
 from thinwire.netlab.link import Link
+from thinwire.plan.measured import Quality
 from thinwire.spec import parse
 
 FIELDS = {
@@ -56,6 +62,46 @@ def test_the_table_names_what_is_left_out_and_why(
     assert "left out: ist:" in out
     assert "fastest: data_parallel" in out
     assert "exact" in out
+
+
+LONG = "diloco(fragments=4, reducer=maxnorm(bits=4))"
+
+
+def printed(width: int, spec: str = LONG) -> str:
+    """The table of a plan with the longest cells that there are, on a terminal of this width."""
+    plan = made_plan([spec, "data_parallel"], [Quality(-12.8, 2, "digits"), Quality(0.2, 1, "digits")])
+    console = Console(width=width, file=io.StringIO(), record=True)
+    print_plan(plan, console)
+    return console.export_text()
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_no_cell_is_cut_however_narrow_the_terminal(width: int) -> None:
+    text = printed(width)
+    rows = [line.split("  ") for line in text.splitlines() if "kB" in line]
+    assert len(rows) == 2
+    for row in rows:
+        cells = [cell.strip() for cell in row if cell.strip()]
+        assert cells[1:] == ["100 ms", "2.0 s", "50%", "110 kB", "200 kB", "10.0 MB", "-12.8 … +0.2"]
+    assert LONG in text, "on one line"
+    assert "accuracy" in text
+
+
+def test_at_80_columns_rows_have_numbers_and_the_specs_follow() -> None:
+    lines = printed(80).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert f"  1  {LONG}" in lines
+    assert "  2  data_parallel" in lines
+
+
+def test_in_a_file_the_table_has_room_for_every_column(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = call(capsys, monkeypatch, "plan", "data_parallel", LONG, *SMALL)
+    assert code == 0
+    (row,) = [line for line in out.splitlines() if line.strip().startswith(LONG) and "kB" in line]
+    assert re.search(r"[+-]\d+\.\d … [+-]\d+\.\d$", row.rstrip()), row
 
 
 @pytest.mark.parametrize(

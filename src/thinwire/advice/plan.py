@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-
 from thinwire import registry
 from thinwire.advice.candidates import candidates
 from thinwire.comm.world import place
@@ -67,6 +65,7 @@ class Plan:
 def plan(strategies: Sequence[str], config: PlanConfig, as_json: bool) -> None:
     """Make a plan, and print it as a table or as JSON; with --out, also write a page and its data."""
     from thinwire.advice.plan_table import print_plan
+    from thinwire.run.tables import output_console
 
     if config.out is not None:
         check_folder(config.out)
@@ -74,7 +73,7 @@ def plan(strategies: Sequence[str], config: PlanConfig, as_json: bool) -> None:
     if as_json:
         print(json.dumps(made.as_json(), indent=2))
     else:
-        print_plan(made, Console())
+        print_plan(made, output_console())
     if config.out is not None:
         from thinwire.advice.plan_page import write_page
 
