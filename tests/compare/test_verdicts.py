@@ -69,6 +69,20 @@ def test_what_differs_between_baselines_is_said_for_each() -> None:
     )
 
 
+def test_what_auto_took_is_said_for_each_seed_that_differs() -> None:
+    status = {"choice": "diloco", "reason": "data_parallel would wait 90%"}
+    auto = entry("auto", [97.2, 97.0, 97.05], [10.0, 10.1, 9.95], status=status)
+    verdict = "same accuracy within noise, 7.2 × faster than data_parallel"
+    assert said(DENSE, auto)[1] == f"took diloco: data_parallel would wait 90%; {verdict}"
+    summary = auto.records[1].summary
+    assert summary is not None
+    summary["status"] = {"choice": "data_parallel", "reason": "it waits 5%"}
+    assert said(DENSE, auto)[1] == (
+        "took diloco: data_parallel would wait 90% (seed 0); took data_parallel: it waits 5% (seed 1); "
+        f"took diloco: data_parallel would wait 90% (seed 2); {verdict}"
+    )
+
+
 def test_with_one_seed_the_noise_is_unknown() -> None:
     dense, quick = entry("data_parallel", [97.0], [72.0]), entry("diloco", [96.9], [10.0])
     same = entry("local_sgd", [97.001], [72.01])

@@ -123,7 +123,13 @@ def _verdict(results: Results, entry: Entry) -> str:
     else:
         text = "; ".join(f"against {n} {v}, {s('')}" for n, v, s in zip(names, values, speeds, strict=True))
     role = "a baseline" if entry in references else ""
-    return "; ".join(part for part in (role, text) if part) + _reservations(results, entry, others)
+    return "; ".join(part for part in (_choice(entry), role, text) if part) + _reservations(results, entry, others)
+
+
+def _choice(entry: Entry) -> str:
+    """What auto took and why, for each seed unless it is the same; empty for other strategies."""
+    words = [text for _, text in entry.choices]
+    return words[0] if len(set(words)) == 1 else "; ".join(f"{text} (seed {seed})" for seed, text in entry.choices)
 
 
 def _reservations(results: Results, entry: Entry, others: list[Entry]) -> str:
