@@ -17,7 +17,7 @@ from thinwire import registry
 from thinwire.advice.candidates import candidates
 from thinwire.advice.diagnosis import Diagnosis
 from thinwire.advice.measurements import Measurements
-from thinwire.advice.plan import check_world, load_workload, make_plan, parse_compute
+from thinwire.advice.plan import check_world, load_workload, make_plan, parse_compute, time_left
 from thinwire.advice.plan_table import print_plan
 from thinwire.advice.ranking import chosen
 from thinwire.advice.recommendation import recommend
@@ -102,6 +102,12 @@ def test_in_a_file_the_table_has_room_for_every_column(
     assert code == 0
     (row,) = [line for line in out.splitlines() if line.strip().startswith(LONG) and "kB" in line]
     assert re.search(r"[+-]\d+\.\d … [+-]\d+\.\d$", row.rstrip()), row
+
+
+def test_the_time_left_is_told_only_if_it_is_long() -> None:
+    assert time_left(20.0, 10, 17) == " (about 14 s left)"
+    assert time_left(20.0, 16, 17) == "", "strategies differ too much for so short an estimate"
+    assert time_left(0.0, 0, 17) == "", "nothing is known yet"
 
 
 @pytest.mark.parametrize(
