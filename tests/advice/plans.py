@@ -17,6 +17,7 @@ from thinwire.plan.machine import Machine
 from thinwire.plan.measured import Quality
 from thinwire.plan.planner import Forecast, study
 
+LINK = Link(100.0)
 MACHINE = Machine(2, (1.0, 1.1))
 SPECS = ["data_parallel", "diloco", "data_parallel(reducer=maxnorm(bits=4))"]
 ABOUT: dict[str, Any] = {
@@ -56,10 +57,10 @@ def made_curves(**formulas: tuple[float, float]) -> RateCurves:
     return curves
 
 
-def made_plan(specs: list[str], measured: list[Quality], link: str = "100mbit") -> Plan:
+def made_plan(specs: list[str], measured: list[Quality], link: Link = LINK) -> Plan:
     """A plan in which all strategies take two seconds an epoch, and for all of which the same was measured."""
-    options = [Option(parse_link(link), forecast(spec, 2.0), measured, "waits") for spec in specs]
-    return Plan(PlanConfig(link=[link]), ABOUT, [parse_link(link)], [options])
+    options = [Option(link, forecast(spec, 2.0), measured, "waits") for spec in specs]
+    return Plan(PlanConfig(), ABOUT, [link], [options])
 
 
 def nasty_page(nasty: str) -> Pictured:

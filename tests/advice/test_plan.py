@@ -23,7 +23,7 @@ from thinwire.advice.ranking import chosen
 from thinwire.advice.recommendation import recommend
 from thinwire.comm.link_probe import PairLink
 from thinwire.config import PlanConfig
-from thinwire.netlab.link import Link
+from thinwire.netlab.link import Link, parse_link
 from thinwire.plan.measured import Quality
 from thinwire.spec import parse
 
@@ -46,7 +46,7 @@ def test_json_has_an_object_for_each_strategy_and_link(
     assert len(rows) == 4
     assert all(set(row) >= FIELDS for row in rows)
     slow, fast = rows[:2], rows[2:]
-    assert [row["link"] for row in rows] == ["1mbit", "1mbit", "50000mbit", "50000mbit"]
+    assert [row["link"] for row in rows] == ["1mbit", "1mbit", "50gbit", "50gbit"]
     assert slow[0]["strategy"] == "data_parallel(reducer=maxnorm(bits=4))"  # the fastest first
     assert min(row["seconds_per_step"] for row in fast) < slow[0]["seconds_per_step"]
     assert slow[0]["kernel_bytes_per_step"] > slow[0]["wire_bytes_per_step"] > 0
@@ -62,6 +62,13 @@ def test_the_table_names_what_is_left_out_and_why(
     assert "left out: ist:" in out
     assert "fastest: data_parallel" in out
     assert "exact" in out
+
+
+@pytest.mark.parametrize("link", ["1gbit", "2.5gbit,10ms", "100mbit", "0.5mbit"])
+def test_the_table_names_the_link_as_it_was_given(link: str) -> None:
+    console = Console(width=100, file=io.StringIO(), record=True)
+    print_plan(made_plan(["data_parallel"], [], parse_link(link, 0.1)), console)
+    assert f"each with a link of {link} " in f"{console.export_text().splitlines()[0]} "
 
 
 LONG = "diloco(fragments=4, reducer=maxnorm(bits=4))"
