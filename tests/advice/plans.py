@@ -17,6 +17,7 @@ from thinwire.plan.machine import Machine
 from thinwire.plan.measured import Quality
 from thinwire.plan.planner import Forecast, study
 
+LINK = Link(100.0)
 MACHINE = Machine(2, (1.0, 1.1))
 SPECS = ["data_parallel", "diloco", "data_parallel(reducer=maxnorm(bits=4))"]
 ABOUT: dict[str, Any] = {
@@ -54,6 +55,12 @@ def made_curves(**formulas: tuple[float, float]) -> RateCurves:
     curves = RateCurves([Study(spec) for spec in formulas], seconds)  # type: ignore[misc]
     curves.draw()
     return curves
+
+
+def made_plan(specs: list[str], measured: list[Quality], link: Link = LINK) -> Plan:
+    """A plan in which all strategies take two seconds an epoch, and for all of which the same was measured."""
+    options = [Option(link, forecast(spec, 2.0), measured, "waits") for spec in specs]
+    return Plan(PlanConfig(), ABOUT, [link], [options])
 
 
 def nasty_page(nasty: str) -> Pictured:

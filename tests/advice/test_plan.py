@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from tests.advice.plans import made_plan
 from tests.advice.test_doctor import facts
 from tests.test_cli import call
 from thinwire import registry
 from thinwire.advice.candidates import candidates
 from thinwire.advice.diagnosis import Diagnosis
 from thinwire.advice.measurements import Measurements
-from thinwire.advice.plan import check_world, load_workload, make_plan, parse_compute
+from thinwire.advice.plan import check_world, load_workload, make_plan, parse_compute, time_left
+from thinwire.advice.plan_table import print_plan
 from thinwire.advice.ranking import chosen
 from thinwire.advice.recommendation import recommend
 from thinwire.comm.link_probe import PairLink
 from thinwire.config import PlanConfig
-from thinwire.netlab.link import Link
+from thinwire.netlab.link import Link, parse_link
+from thinwire.plan.measured import Quality
 from thinwire.spec import parse
 
 FIELDS = {
@@ -40,7 +46,7 @@ def test_json_has_an_object_for_each_strategy_and_link(
     assert len(rows) == 4
     assert all(set(row) >= FIELDS for row in rows)
     slow, fast = rows[:2], rows[2:]
-    assert [row["link"] for row in rows] == ["1mbit", "1mbit", "50000mbit", "50000mbit"]
+    assert [row["link"] for row in rows] == ["1mbit", "1mbit", "50gbit", "50gbit"]
     assert slow[0]["strategy"] == "data_parallel(reducer=maxnorm(bits=4))"  # the fastest first
     assert min(row["seconds_per_step"] for row in fast) < slow[0]["seconds_per_step"]
     assert slow[0]["kernel_bytes_per_step"] > slow[0]["wire_bytes_per_step"] > 0
@@ -56,6 +62,59 @@ def test_the_table_names_what_is_left_out_and_why(
     assert "left out: ist:" in out
     assert "fastest: data_parallel" in out
     assert "exact" in out
+
+
+@pytest.mark.parametrize("link", ["1gbit", "2.5gbit,10ms", "100mbit", "0.5mbit"])
+def test_the_table_names_the_link_as_it_was_given(link: str) -> None:
+    console = Console(width=100, file=io.StringIO(), record=True)
+    print_plan(made_plan(["data_parallel"], [], parse_link(link, 0.1)), console)
+    assert f"each with a link of {link} " in f"{console.export_text().splitlines()[0]} "
+
+
+LONG = "diloco(fragments=4, reducer=maxnorm(bits=4))"
+
+
+def printed(width: int, spec: str = LONG) -> str:
+    """The table of a plan with the longest cells that there are, on a terminal of this width."""
+    plan = made_plan([spec, "data_parallel"], [Quality(-12.8, 2, "digits"), Quality(0.2, 1, "digits")])
+    console = Console(width=width, file=io.StringIO(), record=True)
+    print_plan(plan, console)
+    return console.export_text()
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_no_cell_is_cut_however_narrow_the_terminal(width: int) -> None:
+    text = printed(width)
+    rows = [line.split("  ") for line in text.splitlines() if "kB" in line]
+    assert len(rows) == 2
+    for row in rows:
+        cells = [cell.strip() for cell in row if cell.strip()]
+        assert cells[1:] == ["100 ms", "2.0 s", "50%", "110 kB", "200 kB", "10.0 MB", "-12.8 … +0.2"]
+    assert LONG in text, "on one line"
+    assert "accuracy" in text
+
+
+def test_at_80_columns_rows_have_numbers_and_the_specs_follow() -> None:
+    lines = printed(80).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert f"  1  {LONG}" in lines
+    assert "  2  data_parallel" in lines
+
+
+def test_in_a_file_the_table_has_room_for_every_column(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = call(capsys, monkeypatch, "plan", "data_parallel", LONG, *SMALL)
+    assert code == 0
+    (row,) = [line for line in out.splitlines() if line.strip().startswith(LONG) and "kB" in line]
+    assert re.search(r"[+-]\d+\.\d … [+-]\d+\.\d$", row.rstrip()), row
+
+
+def test_the_time_left_is_told_only_if_it_is_long() -> None:
+    assert time_left(20.0, 10, 17) == " (about 14 s left)"
+    assert time_left(20.0, 16, 17) == "", "strategies differ too much for so short an estimate"
+    assert time_left(0.0, 0, 17) == "", "nothing is known yet"
 
 
 @pytest.mark.parametrize(

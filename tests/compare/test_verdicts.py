@@ -69,6 +69,37 @@ def test_what_differs_between_baselines_is_said_for_each() -> None:
     )
 
 
+def test_a_large_ratio_that_seeds_do_not_bear_out_is_not_called_as_fast() -> None:
+    dense, alone = entry("data_parallel", [97.0, 97.2], [40.0, 90.0]), entry("alone", [97.0, 97.2], [28.0, 28.2])
+    wild = entry("diloco", [97.0, 97.2], [15.0, 41.5])
+    doubt = "by the means, but 2 seeds do not tell it from noise"
+    assert said(dense, wild)[1] == f"same accuracy within noise, 2.3 × faster than data_parallel {doubt}"
+    assert said(wild, dense, alone)[0] == (
+        f"same accuracy within noise, 2.3 × faster than data_parallel {doubt}, "
+        "as fast as one machine alone within noise"
+    )
+    slow = entry("daso", [97.0, 97.2], [60.0, 135.0])
+    assert said(dense, slow)[1] == f"same accuracy within noise, 1.5 × slower than data_parallel {doubt}"
+    near = entry("near", [97.0, 97.2], [36.0, 78.0])
+    assert said(dense, near)[1] == "same accuracy within noise, as fast as data_parallel within noise"
+    single = entry("diloco", [97.0], [28.0])
+    assert "2.3 × faster than data_parallel by the means, but 1 seed does not tell it" in said(dense, single)[1]
+
+
+def test_what_auto_took_is_said_for_each_seed_that_differs() -> None:
+    status = {"choice": "diloco", "reason": "data_parallel would wait 90%"}
+    auto = entry("auto", [97.2, 97.0, 97.05], [10.0, 10.1, 9.95], status=status)
+    verdict = "same accuracy within noise, 7.2 × faster than data_parallel"
+    assert said(DENSE, auto)[1] == f"took diloco: data_parallel would wait 90%; {verdict}"
+    summary = auto.records[1].summary
+    assert summary is not None
+    summary["status"] = {"choice": "data_parallel", "reason": "it waits 5%"}
+    assert said(DENSE, auto)[1] == (
+        "took diloco: data_parallel would wait 90% (seed 0); took data_parallel: it waits 5% (seed 1); "
+        f"took diloco: data_parallel would wait 90% (seed 2); {verdict}"
+    )
+
+
 def test_with_one_seed_the_noise_is_unknown() -> None:
     dense, quick = entry("data_parallel", [97.0], [72.0]), entry("diloco", [96.9], [10.0])
     same = entry("local_sgd", [97.001], [72.01])
@@ -131,7 +162,10 @@ def test_a_strategy_with_more_noise_than_the_others_is_not_called_worse() -> Non
     """By the others' noise alone, a third of them would be."""
     calm = [entry(name, [97.0, 97.3, 97.1], [10.0, 10.1, 9.95]) for name in ("data_parallel", "a", "b", "c")]
     wild = entry("wild", [97.0, 92.0, 99.0], [10.0, 30.0, 9.0])
-    assert said(*calm, wild)[4] == "same accuracy within noise, as fast as data_parallel within noise"
+    assert said(*calm, wild)[4] == (
+        "same accuracy within noise, "
+        "1.6 × slower than data_parallel by the means, but 3 seeds do not tell it from noise"
+    )
 
 
 def test_when_one_machine_alone_wins_it_is_said_plainly() -> None:

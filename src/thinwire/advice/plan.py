@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-
 from thinwire import registry
 from thinwire.advice.candidates import candidates
 from thinwire.comm.world import place
@@ -22,6 +20,7 @@ from thinwire.netlab.link import Link, parse_link
 from thinwire.spec import parse
 
 SLOWEST_MBIT, FASTEST_MBIT = 0.01, 1_000_000.0
+LEAST_LEFT = 5.0  # seconds: strategies differ too much in what they take for a shorter estimate to be right
 PLAN_FILES = ("plan.json", "plan.html")
 PAGE_MARK = '<meta name="generator" content="thinwire plan">'  # at the head of plan.html
 RATES = {"gflops": 1e9, "tflops": 1e12, "pflops": 1e15}
@@ -67,6 +66,7 @@ class Plan:
 def plan(strategies: Sequence[str], config: PlanConfig, as_json: bool) -> None:
     """Make a plan, and print it as a table or as JSON; with --out, also write a page and its data."""
     from thinwire.advice.plan_table import print_plan
+    from thinwire.run.tables import output_console
 
     if config.out is not None:
         check_folder(config.out)
@@ -74,7 +74,7 @@ def plan(strategies: Sequence[str], config: PlanConfig, as_json: bool) -> None:
     if as_json:
         print(json.dumps(made.as_json(), indent=2))
     else:
-        print_plan(made, Console())
+        print_plan(made, output_console())
     if config.out is not None:
         from thinwire.advice.plan_page import write_page
 
@@ -123,8 +123,7 @@ def make_plan(strategies: Sequence[str], config: PlanConfig, say: Callable[[str]
     made = Plan(config, _about(workload, machine), links, workload=workload, machine=machine)
     begin = time.monotonic()
     for number, spec in enumerate(specs):
-        left = (time.monotonic() - begin) / number * (len(specs) - number) if number else None
-        say(f"{number + 1} of {len(specs)}: {spec}" + (f" (about {left:.0f} s left)" if left else ""))
+        say(f"{number + 1} of {len(specs)}: {spec}" + time_left(time.monotonic() - begin, number, len(specs)))
         try:
             made.studies.append(study(spec, workload, nodes))
         except (ThinwireError, RuntimeError) as error:
@@ -138,6 +137,16 @@ def make_plan(strategies: Sequence[str], config: PlanConfig, say: Callable[[str]
         ranked(made.studies, link, wire_for(link, config, machine), optimizer, own, updates) for link in links
     ]
     return made
+
+
+def time_left(seconds: float, done: int, total: int) -> str:
+    """How long the other strategies need if each takes what one has taken on average; "" if it is not worth a word.
+
+    >>> time_left(6.0, 3, 10), time_left(6.0, 8, 10), time_left(0.0, 0, 10)
+    (' (about 14 s left)', '', '')
+    """
+    left = seconds / done * (total - done) if done else 0.0
+    return f" (about {left:.0f} s left)" if left >= LEAST_LEFT else ""
 
 
 def check_world(config: PlanConfig) -> list[int]:

@@ -14,6 +14,8 @@ from thinwire.advice.ranking import LOSS_ALLOWED, chosen
 from thinwire.common.formats import format_bytes, format_seconds
 from thinwire.plan.measured import REFERENCE
 
+WIDEST = 1000  # characters of a table, whatever the terminal has
+
 
 def print_plan(plan: Plan, console: Console) -> None:
     """Print a table for each link, what was left out, and what the figures rest on."""
@@ -21,7 +23,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     nodes = config.nodes or config.ranks
     for link, options in zip(plan.links, plan.options, strict=True):
         title = f"{config.task} on {config.ranks} ranks and {nodes} nodes, each with a link of {link}"
-        console.print(_table(title, options))
+        _print_table(title, options, console)
         for line in advice(options):
             console.print(line, highlight=False)
     for reason in plan.left_out.values():
@@ -33,16 +35,35 @@ def print_plan(plan: Plan, console: Console) -> None:
     )  # fmt: skip
 
 
-def _table(title: str, options: list[Option]) -> Table:
+def _print_table(title: str, options: list[Option], console: Console) -> None:
+    """Print a table whose cells are whole; where specs do not fit, rows have numbers, and the specs follow."""
+    specs = [option.forecast.strategy for option in options]
+    table = _table(title, options, specs)
+    fits = _width(table, console) <= console.width
+    if not fits:
+        table = _table(title, options, [str(number) for number in range(1, len(specs) + 1)])
+    table.width = _width(table, console)  # also on a terminal that is narrower: it folds lines
+    console.print(table, crop=False)
+    for number, spec in enumerate([] if fits else specs, 1):
+        console.print(f"{number:>3}  {escape(spec)}", highlight=False, soft_wrap=True)
+    if not fits:
+        console.print()
+
+
+def _width(table: Table, console: Console) -> int:
+    """How many characters wide a table is if none of its cells is cut."""
+    return console.measure(table, options=console.options.update(max_width=WIDEST)).maximum
+
+
+def _table(title: str, options: list[Option], names: list[str]) -> Table:
     table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("strategy", overflow="fold", min_width=13)
-    for heading in ("a step", "an\nepoch", "waiting", "sent\na step", "between\nnodes", "memory"):
+    table.add_column("strategy", no_wrap=True)
+    for heading in ("a step", "an\nepoch", "waiting", "sent\na step", "between\nnodes", "memory", "accuracy\n(points)"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("accuracy\n(points)", justify="right", min_width=8)
-    for option in options:
+    for option, name in zip(options, names, strict=True):
         f = option.forecast
         table.add_row(
-            escape(f.strategy), seconds_text(f.seconds_per_step), seconds_text(f.seconds_per_epoch),
+            escape(name), seconds_text(f.seconds_per_step), seconds_text(f.seconds_per_epoch),
             f"{f.waiting_share:.0%}", format_bytes(round(f.kernel_bytes_per_step)),
             format_bytes(round(f.between_bytes_per_step)), format_bytes(f.memory_bytes),
             points_text([quality.points for quality in option.measured]) or nothing_measured(f.strategy),

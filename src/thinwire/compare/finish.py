@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-from rich.console import Console
-
 from thinwire.common.files import write_text
 from thinwire.common.messages import print_line
 from thinwire.compare import baseline
@@ -15,8 +13,7 @@ from thinwire.compare.results import Results
 from thinwire.compare.results_json import results_json
 from thinwire.compare.terminal_table import comparison_lines, comparison_table
 from thinwire.errors import RunError
-
-FILE_WIDTH = 200  # characters: where the table does not go to a terminal, it has room for every column
+from thinwire.run.tables import output_console
 
 
 def write_results(comparison: Comparison) -> Results:
@@ -32,9 +29,7 @@ def print_results(results: Results) -> None:
     """Print the table and where the report is; raise if no run has finished."""
     if results.example is None:
         raise RunError(f"no run finished:\n{_list_errors(results)}")
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=FILE_WIDTH)
+    console = output_console()
     console.print(comparison_table(results, console.width))
     for line in comparison_lines(results):
         console.print(line, highlight=False, markup=False)

@@ -92,6 +92,13 @@ class Entry:
     def errors(self) -> list[str]:
         return [f"seed {record.seed}: {record.error}" for record in self.records if record.error]
 
+    @property
+    def choices(self) -> list[tuple[int, str]]:
+        """Of a strategy that chooses another, as auto: each seed, what it took and why."""
+        found = [(record.seed, (record.summary or {}).get("status") or {}) for record in self.finished]
+        return [(seed, f"took {status['choice']}: {status['reason']}") for seed, status in found
+                if status.get("choice") and status.get("reason")]  # fmt: skip
+
     def spread(self, measure: Measure) -> Spread | None:
         """A measure over the seeds that finished.
 

@@ -11,6 +11,7 @@ from thinwire.compare.results import Entry, Measure, Results
 
 BASELINES = {"data_parallel": "data_parallel", "alone": "one machine alone"}  # spec → its name in sentences
 SAME_WORK = 0.01  # numbers of updates or samples that differ by less count as equal
+ALIKE = 1.25  # times that differ by less, and not beyond noise, count as equal
 MAX_GROUPS = 3  # of strategies with the same work that a sentence names
 
 
@@ -123,7 +124,13 @@ def _verdict(results: Results, entry: Entry) -> str:
     else:
         text = "; ".join(f"against {n} {v}, {s('')}" for n, v, s in zip(names, values, speeds, strict=True))
     role = "a baseline" if entry in references else ""
-    return "; ".join(part for part in (role, text) if part) + _reservations(results, entry, others)
+    return "; ".join(part for part in (_choice(entry), role, text) if part) + _reservations(results, entry, others)
+
+
+def _choice(entry: Entry) -> str:
+    """What auto took and why, for each seed unless it is the same; empty for other strategies."""
+    words = [text for _, text in entry.choices]
+    return words[0] if len(set(words)) == 1 else "; ".join(f"{text} (seed {seed})" for seed, text in entry.choices)
 
 
 def _reservations(results: Results, entry: Entry, others: list[Entry]) -> str:
@@ -168,11 +175,21 @@ def _compare_speed(results: Results, entry: Entry, other: Entry) -> Callable[[st
     ratio = max(factor, 1 / factor)
     amount = times(ratio) if ratio >= 1.1 else f"{100 * (ratio - 1):.0f} %"
     rounds_to_zero = amount == "0 %"
+    word = "faster" if factor > 1 else "slower"
+    if found.side == 0 and ratio > ALIKE:
+        doubt = f" by the means, but {_seeds(entry, other)} not tell it from noise"
+        return lambda name: " than ".join(filter(None, (f"{amount} {word}", name))) + doubt
     if found.side == 0 or (rounds_to_zero and not found.is_noise_known):
         return lambda name: " as ".join(filter(None, ("as fast", name))) + " within noise" * found.is_noise_known
     amount = "less than 1 %" if rounds_to_zero else amount
-    word = "faster" if factor > 1 else "slower"
     return lambda name: " than ".join(filter(None, (f"{amount} {word}", name)))
+
+
+def _seeds(entry: Entry, other: Entry) -> str:
+    """The seeds with a training time, of the strategy that has fewer, as the subject of a sentence."""
+    found = [values for one in (entry, other) if (values := one.spread("train_seconds"))]
+    least = min(len(spread.values) for spread in found)
+    return f"{least} seeds do" if least > 1 else "1 seed does"
 
 
 # ---- remarks on the whole comparison

@@ -19,14 +19,15 @@ class Link(NamedTuple):
     latency_ms: float = 0.0  # one way; a round trip takes twice as long
 
     def __str__(self) -> str:
-        return f"{self.rate_mbit:g}mbit" + (f",{self.latency_ms:g}ms" if self.latency_ms else "")
+        rate = f"{self.rate_mbit / 1e3:g}gbit" if self.rate_mbit >= 1e3 else f"{self.rate_mbit:g}mbit"
+        return rate + (f",{self.latency_ms:g}ms" if self.latency_ms else "")
 
 
 def parse_link(text: str, slowest_mbit: float = SLOWEST_MBIT, fastest_mbit: float = FASTEST_MBIT) -> Link:
     """A link from its text: a rate, in both directions, and perhaps a latency.
 
-    >>> parse_link("1gbit"), str(parse_link("2.5mbit,500us"))
-    (Link(rate_mbit=1000.0, latency_ms=0.0), '2.5mbit,0.5ms')
+    >>> parse_link("1gbit"), str(parse_link("2.5mbit,500us")), str(parse_link("1gbit"))
+    (Link(rate_mbit=1000.0, latency_ms=0.0), '2.5mbit,0.5ms', '1gbit')
     """
     match = re.fullmatch(r"([\d.]+) ?([kmg]bit)(?:/s)?(?:, ?([\d.]+) ?(us|ms|s))?", text.strip().lower())
     try:

@@ -6,12 +6,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Group
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
 from thinwire.comm.ledger import TRAINING, bytes_of
 from thinwire.common.formats import format_bytes, format_count, format_metric, format_rate, format_seconds
+
+FILE_WIDTH = 200  # characters: where a table does not go to a terminal, it has room for every column
+
+
+def output_console() -> Console:
+    """Standard output for tables: as wide as the terminal, or with room for every column where there is none."""
+    console = Console()
+    return console if console.is_terminal else Console(width=FILE_WIDTH)
 
 
 def result_table(summary: dict[str, Any], ledgers: list[list[dict[str, Any]]]) -> Group:
