@@ -72,6 +72,8 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *a
         ),
         (["train", "--world-size", "4"], "Unknown option: --world-size. See thinwire train --help"),
         (["train", "a.toml", "b.toml"], "too many arguments: ['b.toml']. See thinwire train --help"),
+        (["lab", "--", "true"], "thinwire: lab needs --link, as --link 100mbit\n"),
+        (["lab", "--link"], "thinwire: lab needs --link, as --link 100mbit\n"),
         (["train", "--lr"], "--lr requires an argument. See thinwire train --help"),
         (
             ["compare", "--strategy", "daso"],

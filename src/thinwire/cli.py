@@ -308,6 +308,8 @@ def _explain(error: CycloptsError, command: str) -> str:
     name = given.group(1).replace("-", "_") if given else ""
     if (command, name) == ("compare", "strategy"):
         return "compare takes strategies without --strategy, as thinwire compare data_parallel local_sgd"
+    if command == "lab" and text.endswith("--link requires an argument."):
+        return "lab needs --link, as --link 100mbit"
     owners = [e.name for e in registry.describe("strategies") if name in {option.name for option in e.options}]
     if owners:
         return f'--{name.replace("_", "-")} goes in brackets: "{owners[0]}({name}=…)"'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,18 @@ def test_each_host_runs_the_command_in_its_place(capfd: pytest.CaptureFixture[st
     assert sorted(out.splitlines()) == ["0 of 2 at 10.77.0.1, 0 of 2", "1 of 2 at 10.77.0.1, 1 of 2"]
     assert "2 hosts with a link of 50mbit each; measured 4" in err
     assert "sent between hosts, as the Linux kernel counts: " in err
+
+
+@pytest.mark.parametrize("link", ["1gbit", "10mbit", "20mbit,20ms"])
+def test_what_the_measurement_sends_is_not_counted(link: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its last packets are still in queues when it ends."""
+    try:
+        assert lab.run_in_lab(["sleep", "0.5"], 2, link) == 0
+    except netlab.NotAllowed as error:
+        pytest.skip(str(error))
+    said = re.search(r"as the Linux kernel counts: ([\d.]+) (\w+) ", capfd.readouterr().err)
+    assert said is not None
+    assert float(said[1]) * {"B": 1, "kB": 1e3, "MB": 1e6}[said[2]] < 5_000
 
 
 def test_if_one_host_fails_the_others_are_ended_and_its_code_is_returned(

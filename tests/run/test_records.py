@@ -112,6 +112,22 @@ def test_one_run_at_a_time_holds_a_folder(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(second.path.iterdir()) == [], "it leaves nothing behind"
 
 
+def test_a_run_that_goes_on_is_not_taken_for_one_to_resume(tmp_path: Path) -> None:
+    """Of two that are started with --resume=auto, the second may find no config.toml yet, and be told to resume."""
+    config = RunConfig(out=tmp_path / "run")
+    first = RunFolder.new(config)
+    first.hold()
+    first.save_config(config)
+    with pytest.raises(UsageError, match=r"another run writes to .*run; wait until it has ended, .* another --out"):
+        RunFolder.new(config)
+    with pytest.raises(UsageError, match="holds a run already; add --resume"):
+        first.refuse_used()
+    first.release()
+    with pytest.raises(UsageError, match="holds a run already; add --resume"):
+        RunFolder.new(config)
+    assert list(first.path.iterdir()) == [first.config], "it leaves nothing behind"
+
+
 def test_what_a_killed_run_had_not_written_to_its_end_is_swept_up(tmp_path: Path) -> None:
     scraps = [".model.safetensors.12.new", ".metrics.jsonl.12.new", ".config.toml.12.new", ".model-2.safetensors.3.new"]
     scraps.append(".membership.jsonl.12.new")  # of an elastic run

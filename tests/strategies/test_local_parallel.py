@@ -452,7 +452,7 @@ def test_a_block_that_makes_the_others_wait_is_named(capsys: pytest.CaptureFixtu
     assert found["blocks"] == ["0", "1", "2"], "of nearly equal cuts the one that passes on least"
     costs = [4 * 6 * 4 + 6 * 4 * 3, 4 * 4 * 90 + 6 * 90 * 3, 4 * 90 * 90 + 6 * 90 * 3]
     assert found["operation_shares"] == [round(cost / sum(costs), 3) for cost in costs]
-    said = "local_parallel: block 3 of 3, from layer 2 on, has 91 % of the operations, its head's included"
+    said = "note: local_parallel: block 3 of 3, from layer 2 on, has 91 % of the operations, its head's included"
     assert capsys.readouterr().err.count(said) == 1
     tw.simulate(lambda comm: run(comm, "local_parallel(cut=['1'], head=linear)"), ranks=2)
     assert "block 2 of 2, from layer 1 on, has 100 % of the operations" in capsys.readouterr().err

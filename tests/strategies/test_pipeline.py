@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -111,6 +113,21 @@ def waiting(comm: Comm) -> float:
 
 def test_standing_still_between_passes_is_waiting(process_world: ProcessWorlds) -> None:
     assert all(seconds > 0 for seconds in process_world.run(waiting, 2))
+
+
+def what_is_said_of_unequal_blocks(comm: Comm) -> str:
+    wide = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 90), nn.Linear(90, 90))
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        training.trainer(comm, "pipeline", wide, sgd, loss=loss_of).begin(batches("deep", 1)[0][0])
+    return said.getvalue()
+
+
+def test_a_block_that_makes_the_others_wait_is_named_without_a_head(process_world: ProcessWorlds) -> None:
+    said, *others = process_world.run(what_is_said_of_unequal_blocks, 2)
+    assert said.startswith("thinwire: note: pipeline: block 2 of 2, from layer 1 on, has 100 % of the ")
+    assert " % of the operations and the other ranks wait for it; to balance them, try fewer blocks, or" in said
+    assert "head" not in said
+    assert others == [""]
 
 
 def another_shape(comm: Comm) -> str:

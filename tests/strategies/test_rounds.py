@@ -327,6 +327,8 @@ def refused(comm: Comm, case: str) -> str:
     spec = "diloco"
     if case == "one replica":
         net = DistributedDataParallel(net)
+    elif case == "one sharded replica":
+        net = fully_shard(net)
     elif case == "two dimensions":
         net = fully_shard(net, mesh=mesh)
     elif case == "other nodes":
@@ -355,7 +357,9 @@ def refused(comm: Comm, case: str) -> str:
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("one replica", "all 4 ranks train one replica"),
+        ("one replica", r"this DDP averages the gradients of all 4 ranks already\. Remove the DDP and give"),
+        ("one replica", r"the plain module; or, with several ranks on each node, make DDP\(model, process_group=…\)"),
+        ("one sharded replica", "all 4 ranks train one replica, each with a shard, .* mesh of fully_shard of"),
         ("two dimensions", r'fully_shard\(module, mesh=mesh\["shards"\]\)'),
         ("other nodes", r"those that exchange gradients are \[\[0, 1\], \[2, 3\]\]"),
         ("few rows", r"fragments=2, but the model has 1 parameter tensors"),

@@ -315,7 +315,7 @@ def refused(comm: Comm, case: str) -> str:
     ("case", "message"),
     [
         ("both", "comm and group are given"),
-        ("one replica", "all 2 ranks train one replica"),
+        ("one replica", "gradients of all 2 ranks already. Remove the DDP and give tw.rounds the plain module; or"),
         ("tensor parallel", "could differ after an exchange; use fully_shard"),
         ("not a member", "rounds: rank 3 is not in the group"),
         ("one rank", "0 bytes"),

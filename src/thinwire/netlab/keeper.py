@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ NETWORK = "10.77.0."
 QUEUE_BYTES = 4_000_000
 ROOT_QUEUE = 0x10000
 HEADERS_BYTES = 200  # at most, of one packet
+QUIET_SECONDS, DRAIN_SECONDS = 0.05, 5.0  # without a byte sent, after a measurement; at most, until then
 SETTINGS = {
     "ipv4/tcp_congestion_control": "reno",  # in every Linux kernel, for every user: runs can be repeated elsewhere
     "ipv4/tcp_rmem": "4096 131072 33554432",  # enough for links that are fast and long
@@ -167,8 +169,24 @@ class Keeper:
     def answer(self, request: str) -> Any:
         """The answer to a request: "measure" or "sent"."""
         if request == "measure":
-            return measure(self.addresses, self.link, self.enter)._asdict()
+            measured = measure(self.addresses, self.link, self.enter)
+            self._wait_until_quiet()
+            return measured._asdict()
         assert request == "sent", request
+        return self._sent()
+
+    def _wait_until_quiet(self) -> None:
+        """Wait until queues have sent what a measurement left in them: whoever counts from now on must not count it."""
+        quiet = QUIET_SECONDS + (4e-3 * self.link.latency_ms if self.link else 0)  # a round trip, twice
+        before, since = self._sent(), time.monotonic()
+        end = since + quiet + DRAIN_SECONDS
+        while since + quiet > time.monotonic() < end:
+            time.sleep(QUIET_SECONDS / 10)
+            if (now := self._sent()) != before:
+                before, since = now, time.monotonic()
+
+    def _sent(self) -> list[dict[str, int]]:
+        """The bytes that each host has sent."""
         counts = []
         for i in range(len(self.hosts)):
             self.enter(i)

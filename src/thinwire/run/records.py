@@ -45,16 +45,22 @@ class RunFolder:
         folder = RunFolder(config.out or _new_folder(config))
         if folder.path.exists() and not folder.path.is_dir():
             raise UsageError(f"--out {folder.path} is a file; give a folder")
-        if folder.config.exists():
-            raise UsageError(f"{folder.path} holds a run already; add --resume to continue it, or give another --out")
-        files = (folder.metrics, folder.ledger, folder.timeline, folder.summary, folder.checkpoints)
-        for file in (*files, folder.path / "model", *folder.path.glob("*.safetensors")):
-            if file.exists():
-                raise UsageError(f"{folder.path} holds {file.name} of a run without config.toml; give another --out")
+        folder.refuse_used()
         parent = next(p for p in (folder.path, *folder.path.absolute().parents) if p.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             raise UsageError(f"cannot make --out {folder.path}: {parent} is not a folder that can be written to")
         return folder
+
+    def refuse_used(self) -> None:
+        """Raise UsageError if there is a run in this folder: one that goes on, if another process holds the folder."""
+        if self.config.exists():
+            if self._is_taken():
+                raise self._taken_error()
+            raise UsageError(f"{self.path} holds a run already; add --resume to continue it, or give another --out")
+        files = (self.metrics, self.ledger, self.timeline, self.summary, self.checkpoints)
+        for file in (*files, self.path / "model", *self.path.glob("*.safetensors")):
+            if file.exists():
+                raise UsageError(f"{self.path} holds {file.name} of a run without config.toml; give another --out")
 
     @staticmethod
     def existing(path: Path | None) -> RunFolder:
@@ -75,9 +81,7 @@ class RunFolder:
         end = time.monotonic() + LOCK_SECONDS
         while (state := self._take()) == "taken":
             if time.monotonic() > end:
-                raise UsageError(
-                    f"another run writes to {self.path}; wait until it has ended, or end it, or give another --out"
-                )
+                raise self._taken_error()
             time.sleep(0.05)
         self.is_held = state == "held"
         if self.is_held:
@@ -86,6 +90,18 @@ class RunFolder:
     def _take(self) -> State:
         _make(self.path)
         return self._lock.take()
+
+    def _is_taken(self) -> bool:
+        if self.is_held or not self._lock.path.exists():
+            return False
+        if (state := self._lock.take()) == "held":
+            self._lock.release()
+        return state == "taken"
+
+    def _taken_error(self) -> UsageError:
+        return UsageError(
+            f"another run writes to {self.path}; wait until it has ended, or end it, or give another --out"
+        )
 
     def _sweep(self) -> None:
         """Remove what was not written to its end, because the process was killed: nobody else writes here now."""

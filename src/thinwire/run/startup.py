@@ -64,7 +64,7 @@ def hold_folder(config: RunConfig) -> RunFolder:
     folder.hold()
     try:
         if not config.resume:
-            RunFolder.new(config.model_copy(update={"out": folder.path}))  # another run may have begun in it meanwhile
+            folder.refuse_used()  # another run may have begun in it meanwhile
     except ThinwireError:
         folder.release()
         raise

@@ -214,8 +214,9 @@ def _on_replicas(model: nn.Module, plain: nn.Module, spec: str, recipe: Recipe, 
         replicas = [list(ranks) for ranks in sorted({tuple(ranks) for ranks in all_gather_json(world, mine)})]
     if len(replicas) == 1 and len(mine) > 1:
         raise UsageError(
-            f"rounds: all {world.size} ranks train one replica (they exchange gradients in every step), so there is "
-            "nothing to average; make the DDP of the ranks of one node"
+            f"rounds: this DDP averages the gradients of all {world.size} ranks already. Remove the DDP and give "
+            "tw.rounds the plain module; or, with several ranks on each node, make DDP(model, process_group=…) of the "
+            "ranks of one node"
         )
     made = _agreed(spec, plain, recipe, world.split([range(world.size)], world.link), world)
     if any(len(ranks) > 1 for ranks in replicas):

@@ -134,16 +134,17 @@ class Staged(Strategy, abstract=True):
         return flops(stage.block, z_in, input_gradient=not self.layout.is_first)
 
     def _count_costs(self, stage: Stage, z_in: Tensor, z: Tensor) -> None:
-        """Add up what all stages cost, and warn if one makes the others wait. Collective."""
+        """Add up what all stages cost, and say so if one makes the others wait. Collective."""
         own, backprop = self.training_flops(stage, z_in, z), self._backprop_flops(stage, z_in)
         self.costs = add_up_costs(own, backprop, len(self.example), self.layout.stages)
         if self.costs.are_unequal and self.cut != "time":
             dearest = self.costs.dearest
             first_layer = self.segments[self.starts[dearest]].name
+            head, other_head = (", its head's included,", ", or another head") if stage.head else ("", "")
             say(
-                f"{self.name}: block {dearest + 1} of {self.layout.num_stages}, from layer {first_layer} on, has "
-                f"{100 * max(self.costs.shares):.0f} % of the operations, its head's included, and the other ranks "
-                "will wait for it; try fewer blocks, another cut or another head",
+                f"note: {self.name}: block {dearest + 1} of {self.layout.num_stages}, from layer {first_layer} on, has "
+                f"{100 * max(self.costs.shares):.0f} % of the operations{head} and the other ranks wait for it; to "
+                f"balance them, try fewer blocks, or another cut{other_head}",
                 self.comm.rank,
                 once=True,
             )
