@@ -90,6 +90,8 @@ class Member:
         except (StoreLost, LeftBehind):
             raise
         except BaseException as error:
+            if isinstance(error, Stopped):
+                self.say(f"{error}: telling the other ranks; no new checkpoint is written")
             with suppress(StoreLost):
                 self.membership.leave(str(error).splitlines()[0] if str(error) else "stopped")
             raise
