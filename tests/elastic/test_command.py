@@ -92,6 +92,9 @@ def test_ranks_stop_join_and_are_killed_and_the_record_repeats_the_run(tmp_path:
     assert [one for row in records[0] for one in row.lost] == ["0"]
     rest = ends[next(name for name in left if name != "c")][1]
     assert "joins; 3 ranks go on" in rest
+    assert "round 0: 2 ranks train; rank 0 prints epochs\n" in rest
+    joined = records[0][[bool(row.joined) for row in records[0]].index(True)].round
+    assert f"round {joined}: rank 2 has joined; 3 ranks train; rank 0 prints epochs\n" in ends["c"][1]
     assert "rank 0" in rest
     assert "has left (silent for" in rest
     summary = json.loads((tmp_path / "c" / "summary.json").read_text())
