@@ -92,6 +92,9 @@ def test_ranks_stop_join_and_are_killed_and_the_record_repeats_the_run(tmp_path:
     assert [one for row in records[0] for one in row.lost] == ["0"]
     rest = ends[next(name for name in left if name != "c")][1]
     assert "joins; 3 ranks go on" in rest
+    assert "round 0: 2 ranks train; rank 0 prints epochs\n" in rest
+    joined = records[0][[bool(row.joined) for row in records[0]].index(True)].round
+    assert f"round {joined}: rank 2 has joined; 3 ranks train; rank 0 prints epochs\n" in ends["c"][1]
     assert "rank 0" in rest
     assert "has left (silent for" in rest
     summary = json.loads((tmp_path / "c" / "summary.json").read_text())
@@ -120,7 +123,7 @@ def test_a_rank_that_was_given_up_comes_again_and_one_that_is_stopped_says_so(tm
         wait_for(lambda: len(notes.entries("lobby")) == 3)
         wait_for(lambda: any(2 in one["members"] for one in decisions(notes)))
         os.kill(other, signal.SIGINT)
-        wait_for(lambda: any(one["lost"].get("2") == "stopped" for one in decisions(notes)))
+        wait_for(lambda: any(one["lost"].get("2") == "stopped by SIGINT" for one in decisions(notes)))
         os.kill(notes.read("member/0")["pid"], signal.SIGTERM)
         ends = {name: ranks.ended(name) for name in "ab"}
         notes.write("finished")  # nobody goes on: the store's process may end
@@ -130,7 +133,9 @@ def test_a_rank_that_was_given_up_comes_again_and_one_that_is_stopped_says_so(tm
     text = ends["a"][1] + ends["b"][1]
     assert "the others went on without rank 1 (silent for" in text
     assert "it comes again as a new rank" in text
-    assert "stopped by SIGTERM" in text
+    for name in ("SIGINT", "SIGTERM"):
+        assert f"stopped by {name}: telling the other ranks; no new checkpoint is written\n" in text
+        assert f"thinwire: stopped by {name}. To go on from the last checkpoint, on each machine: thinwire" in text
 
 
 def decisions(notes: Notes) -> list[dict[str, Any]]:

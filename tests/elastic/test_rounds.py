@@ -15,12 +15,13 @@ import pytest
 import torch
 
 import thinwire as tw
-from tests.elastic.runs import SAMPLES, Killed, Mortal, World, data, job, vanish, world
+from tests.elastic.runs import PATIENCE, SAMPLES, Killed, Mortal, World, data, job, vanish, world
 from tests.training import decayed_sgd, same, trainer, weights
 from thinwire import registry
 from thinwire.comm.store import local_store
 from thinwire.elastic.hearts import Watch
-from thinwire.elastic.meeting import LeftBehind, Meeting
+from thinwire.elastic.meeting import LeftBehind, Meeting, Standing
+from thinwire.elastic.membership import Membership
 from thinwire.elastic.notes import Notes, StoreLost, client
 from thinwire.elastic.replay import replay
 from thinwire.elastic.trainee import Trainee
@@ -298,3 +299,22 @@ def test_hearts_are_measured_by_the_clock_of_who_looks() -> None:
     now[0] += 2
     assert watch.still([3]) == {3: 0}
     assert watch.still([]) == {}
+
+
+def test_a_rank_that_waits_for_the_run_to_begin_says_again_and_again_how_many_are_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("thinwire.elastic.meeting.LOBBY_SECONDS", 0.05, raising=False)
+    with world(job()) as ranks:
+        said: list[str] = []
+        first, second = (Membership(ranks.notes.another(), {}, PATIENCE) for _ in range(2))
+        waits = threading.Thread(target=first.enter, args=(Standing(0, 0), 2, said.append), daemon=True)
+        waits.start()
+        end = time.monotonic() + 10
+        while len(said) < 3 and time.monotonic() < end:
+            time.sleep(0.02)
+        second.enter(Standing(0, 0), 2)
+        waits.join(20)
+        first.close()
+        second.close()
+    assert said[:3] == ["rank 0 waits until 2 ranks are here; now 1"] * 3

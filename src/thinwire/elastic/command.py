@@ -65,6 +65,7 @@ def _train(config: RunConfig, task: Task, trainee: Trainee, folder: RunFolder) -
         taken = take_part(
             trainee, str(config.elastic), folder, bool(config.resume), config.min_ranks,
             config.patience or PATIENCE, config.iface, config.secret_file, config.keep, after_round,
+            "prints epochs" if test_every else "",
         )  # fmt: skip
     except BaseException:
         folder.remove_if_empty()

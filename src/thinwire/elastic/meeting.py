@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from thinwire.comm.reach import MOST_PEERS
 from thinwire.errors import RunError
 
 TRIES = 3  # of members whose hearts all beat, and whose connections fail: then those may be left out who are at fault
+LOBBY_SECONDS = 30.0  # between two lines of a rank that waits for the run to begin
 PAUSE_SECONDS = 0.005  # after the second attempt that failed; then twice as long each time
 
 
@@ -101,6 +103,20 @@ class Standing:
     fingerprint: int
     was: int = -1  # its id when it had that state
     others: int = 0  # ranks that made the round before, with itself
+
+
+def now_and_then() -> Callable[[], bool]:
+    """Whether it is time for a line again: at once, and then each time that enough seconds are over."""
+    said = -math.inf
+
+    def is_due() -> bool:
+        nonlocal said
+        if time.monotonic() - said < LOBBY_SECONDS:
+            return False
+        said = time.monotonic()
+        return True
+
+    return is_due
 
 
 class LeftBehind(RunError):

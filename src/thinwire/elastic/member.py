@@ -16,7 +16,7 @@ from thinwire.elastic.membership import Membership
 from thinwire.elastic.notes import Notes, StoreLost
 from thinwire.elastic.record import Record, Row
 from thinwire.elastic.shares import Position, Shares, share_out, weights
-from thinwire.elastic.tidings import changes, ended_without, left_out, set_back
+from thinwire.elastic.tidings import changes, ended_without, left_out, let_in, set_back
 from thinwire.elastic.trainee import Offer, Trainee
 from thinwire.errors import Stopped
 from thinwire.run.startup import seed_everything
@@ -55,6 +55,7 @@ class Member:
         self.on_state: Callable[[Sequence[Row]], None] = lambda rows: None  # when a newcomer has got it
         self.after_round: Callable[[Row], None] = lambda row: None
         self.say: Callable[[str], None] = lambda text: None
+        self.first_does = ""  # what the first rank does for all, in words
 
     @property
     def id(self) -> int:
@@ -77,11 +78,11 @@ class Member:
             meeting = self.membership.enter(self.standing, min_ranks, self.say)
             if self.id in meeting.newcomers:
                 self._come_as_newcomer()
-            was_in = False
+            if was_in := not meeting.ended:
+                self.say(let_in(self.id, meeting, self.first_does))
             while not meeting.ended:
                 if self.id not in meeting.members:
                     raise left_out(self.id, meeting, self.has_merged)
-                was_in = True
                 before, meeting = meeting, self.attempt(meeting)
                 for line in changes(self.membership, before, meeting):
                     self.say(line)
@@ -90,6 +91,8 @@ class Member:
         except (StoreLost, LeftBehind):
             raise
         except BaseException as error:
+            if isinstance(error, Stopped):
+                self.say(f"{error}: telling the other ranks; no new checkpoint is written")
             with suppress(StoreLost):
                 self.membership.leave(str(error).splitlines()[0] if str(error) else "stopped")
             raise
@@ -105,9 +108,7 @@ class Member:
 
     def attempt(self, meeting: Meeting) -> Meeting:
         """Make an attempt; returns the next one."""
-        return (
-            self.gather(meeting) or self.hand_over(meeting) or self.train(meeting) or self.exchange(meeting)
-        )  # fmt: skip
+        return self.gather(meeting) or self.hand_over(meeting) or self.train(meeting) or self.exchange(meeting)
 
     # ---- the points of an attempt: each returns the next attempt if this one is in vain
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from thinwire.elastic.groups import OPERATION_SECONDS
 from thinwire.elastic.hearts import BEATS, LONGEST_BEAT, Heart, Steps, Watch
-from thinwire.elastic.meeting import Failures, Meeting, Standing, left_behind
+from thinwire.elastic.meeting import Failures, Meeting, Standing, left_behind, now_and_then
 from thinwire.elastic.notes import Notes
 
 SUSPICION = 0.2  # share of the patience that is enough once a connection broke
@@ -60,13 +60,13 @@ class Membership:
         """Wait until this rank is let in, at the beginning of a round; the first ones begin the run."""
         self.notes.append("lobby", {"id": self.id, **asdict(standing)})
         slot = next(i for i, one in enumerate(self.notes.entries("lobby")) if one["id"] == self.id)
-        if (least := max(min_ranks, standing.others)) > 1 and not self.notes.has(["decision/0"]):
-            say(f"rank {self.id} waits until {least} ranks are here")
-        newest, pause, came = -1, POLL_SECONDS[0], time.monotonic()
+        newest, pause, came, is_due = -1, POLL_SECONDS[0], time.monotonic(), now_and_then()
         while True:
             meeting, is_patient = self.newest(newest), time.monotonic() - came < self.patience
             if meeting is None:
                 self._open(min_ranks, is_patient)
+                if (least := max(min_ranks, standing.others * is_patient)) > 1 and is_due():
+                    say(f"rank {self.id} waits until {least} ranks are here; now {len(self._living(self._waiting(0)))}")
             elif self.id in meeting.members or (meeting.ended and meeting.committed):
                 return meeting
             elif slot < meeting.lobby:

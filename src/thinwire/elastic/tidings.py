@@ -22,6 +22,14 @@ def changes(membership: Membership, before: Meeting, after: Meeting) -> Iterator
         yield f"round {after.round}: {_named(membership, one)} joins; {_go_on(after)}"
 
 
+def let_in(member: int, meeting: Meeting, first_does: str) -> str:
+    """The line of a rank that begins to train: with whom, and what the first of them does for all, if anything."""
+    number, first = len(meeting.members), meeting.members[0]
+    joined = f"rank {member} has joined; " if member in meeting.newcomers else ""
+    does = f"; rank {first} {first_does}" if first_does else ""
+    return f"round {meeting.round}: {joined}{number} rank{'s' * (number != 1)} train{'s' * (number == 1)}{does}"
+
+
 def _named(membership: Membership, member: int) -> str:
     return f"rank {member} ({membership.about(member).get('name', 'unknown')})"
 

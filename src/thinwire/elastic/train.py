@@ -88,7 +88,7 @@ def train_elastic(
 
 def take_part(
     trainee: Trainee, at: str, folder: RunFolder | None, resume: bool, min_ranks: int, patience: float | str,
-    iface: str, secret_file: Path | None, keep: int, after_round: Callable[[Row, Member], None],
+    iface: str, secret_file: Path | None, keep: int, after_round: Callable[[Row, Member], None], first_does: str = "",
 ) -> Taken:  # fmt: skip
     """What `train_elastic` does, with a model that was made already and a folder that is held."""
     seconds, job, out = patience_seconds(patience), trainee.job, None if folder is None else folder.path
@@ -104,7 +104,7 @@ def take_part(
             ledger, address = Ledger(), gloo_address(find_place(at)[0])[1]
             while True:
                 member = _member(found.notes, address or "", trainee, record, brought, seconds, ledger)
-                member.after_round = partial(_after, member, saved, after_round)
+                member.after_round, member.first_does = partial(_after, member, saved, after_round), first_does
                 member.on_state = member.on_state if saved is None else partial(saved.set_aside, record)
                 try:
                     member.run(min_ranks)

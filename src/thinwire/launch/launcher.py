@@ -23,7 +23,7 @@ def launch(config: RunConfig) -> None:
     """Join the world that torchrun, srun or mpirun made and train as one of its ranks, or start the ranks here."""
     if config.elastic is not None:
         check_names(config)
-        with stopped_by_signals():
+        with stopped_by_signals(signal.SIGINT):
             from thinwire.elastic.command import train_as_member
 
             train_as_member(config)
@@ -96,13 +96,17 @@ def check_machine(iface: str, secret_file: Path | None, world: World) -> None:
 
 
 @contextmanager
-def stopped_by_signals() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP raise Stopped, so that they end the work in order and with a message, as Ctrl-C."""
+def stopped_by_signals(*more: signal.Signals) -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP raise Stopped, so that they end the work in order and with a message, as Ctrl-C.
+
+    So do `more` signals, unless this process was started to ignore them, as shells do with SIGINT in the background.
+    """
 
     def stop(number: int, frame: object) -> None:
         raise Stopped(f"stopped by {signal.Signals(number).name}")
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    numbers = (signal.SIGTERM, signal.SIGHUP, *(one for one in more if signal.getsignal(one) != signal.SIG_IGN))
+    before = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield
     finally:
