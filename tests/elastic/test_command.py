@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -171,6 +172,8 @@ def test_a_run_whose_ranks_have_all_gone_goes_on_from_a_checkpoint(tmp_path: Pat
     assert len(rows) > done
     assert rows[-1].epoch == 2
     assert not any(row.lost or row.joined for row in rows)
+    assert re.search(r"epoch 3: accuracy \d+\.\d\d %, loss \d\.\d{4} \(1 rank\)\n", text), text
+    assert re.search(r"\d %, loss \d\.\d{4} after \d+ rounds; 0 samples lost with .*; sent 0 B by this rank; ", text)
 
 
 @pytest.mark.usefixtures("program_server")

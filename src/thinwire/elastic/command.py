@@ -10,6 +10,7 @@ from torch import nn
 from thinwire import registry
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.world import find_world
+from thinwire.common.formats import format_bytes, format_metric
 from thinwire.common.messages import print_line
 from thinwire.common.tensor_files import save_model
 from thinwire.config import RunConfig
@@ -59,7 +60,7 @@ def _train(config: RunConfig, task: Task, trainee: Trainee, folder: RunFolder) -
         if is_due and row.members[0] == member.id:
             tested, number = _test(member.trainee.model, task, config, device), len(row.members)
             folder.append(folder.metrics, [{"epoch": row.epoch + 1, "round": row.round, "ranks": number, **tested}])
-            print_line(f"epoch {row.epoch + 1}: {_shown(tested)} ({number} ranks)")
+            print_line(f"epoch {row.epoch + 1}: {_shown(tested)} ({number} rank{'s' * (number != 1)})")
 
     try:
         taken = take_part(
@@ -74,7 +75,11 @@ def _train(config: RunConfig, task: Task, trainee: Trainee, folder: RunFolder) -
     save_model(taken.model, folder.path / "model.safetensors")
     folder.save_summary(summary(taken.record, taken.ledger, tested))
     rounds, lost = len(taken.record.rows), sum(row.lost_samples for row in taken.record.rows)
-    print(f"{_shown(tested)} after {rounds} rounds; {lost} samples lost with their ranks; {folder.path}")
+    sent = format_bytes(sum(row["wire_bytes"] for row in taken.ledger.rows()))
+    print(
+        f"{_shown(tested)} after {rounds} rounds; {lost} samples lost with their ranks; sent {sent} by this rank; "
+        f"{folder.path}"
+    )
 
 
 def _refuse_unfit(config: RunConfig) -> None:
@@ -127,7 +132,7 @@ def _test(model: nn.Module, task: Task, config: RunConfig, device: torch.device)
 
 
 def _shown(tested: dict[str, float]) -> str:
-    return ", ".join(f"{name} {value:.4g}" for name, value in tested.items())
+    return ", ".join(f"{name} {format_metric(value, name)}" for name, value in tested.items())
 
 
 def summary(record: Record, ledger: Ledger, tested: dict[str, float]) -> dict[str, Any]:
