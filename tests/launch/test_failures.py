@@ -60,14 +60,17 @@ def test_a_folder_without_room_is_named(tmp_path: Path) -> None:
         make_room(tmp_path / "gone", [0])
 
 
-def test_a_restart_says_what_ranks_said_that_lost_others_if_no_other_rank_said_why(tmp_path: Path) -> None:
+def test_a_restart_says_what_ranks_said_that_lost_others_if_all_did(tmp_path: Path) -> None:
     rendezvous = LocalRendezvous(3, 1, tmp_path)
     make_room(tmp_path, range(3))
     assert rendezvous._describe_failure() == "a rank died"
-    lost = [Failure(rank, "PeerLost", f"rank {rank} could not join 3 ranks: …") for rank in (2, 1)]
+    lost = [Failure(rank, "PeerLost", f"rank {rank} could not join 3 ranks: …") for rank in (2, 1, 0)]
+    for one in lost[:2]:
+        one.write(tmp_path)
+    assert rendezvous._describe_failure() == "a rank died"
     for one in lost:
         one.write(tmp_path)
-    assert rendezvous._describe_failure() == "rank 1: rank 1 could not join 3 ranks: …"
+    assert rendezvous._describe_failure() == "rank 0: rank 0 could not join 3 ranks: …"
     for one in (*lost, Failure(2, "ValueError", "no")):
         one.write(tmp_path)
     assert rendezvous._describe_failure() == "rank 2 failed: ValueError: no"

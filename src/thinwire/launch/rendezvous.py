@@ -66,8 +66,8 @@ class LocalRendezvous(RendezvousHandler):
             if failure.kind in ("UsageError", "RunError"):
                 raise (UsageError if failure.kind == "UsageError" else RunError)(failure.message)
         first = first_of(failures)
-        if first is None:
-            return "a rank died"
+        if first is None or (first.kind == "PeerLost" and len(failures) < self.num_ranks):
+            return "a rank died"  # it wrote nothing; the others lost it
         how = "" if first.kind == "PeerLost" else f" failed: {first.kind}"
         return f"rank {first.rank}{how}: {first.message}"
 

@@ -34,7 +34,7 @@ def parse_link(text: str, slowest_mbit: float = SLOWEST_MBIT, fastest_mbit: floa
         if match is None:
             raise ValueError
         rate, unit, delay, delay_unit = match.groups()
-        link = Link(float(rate) * RATES[unit], float(delay) * TIMES[delay_unit] if delay else 0.0)
+        link = Link(round(float(rate) * RATES[unit], 9), float(delay) * TIMES[delay_unit] if delay else 0.0)
     except ValueError:
         raise UsageError(
             f"link '{text}': expected a rate in kbit, mbit or gbit and perhaps a latency in us, ms or s; "
