@@ -135,7 +135,8 @@ def render(rows: list[dict]) -> str:
         "on a CPU, and taken to be as much faster on a GPU as computing is. Accuracy is another matter: *safe* is the",
         "fastest strategy that lost at most 0.5 points wherever it was measured with the same optimizer: SGD for",
         "ResNet-50, AdamW for GPTs ([results.md](results.md)).",
-        "`daso` was left out for models of more than 10⁹ parameters.", "",
+        "`daso` was left out for models of more than 10⁹ parameters. A small model is timed in place of a large one,",
+        "next to other work, so computing may be wrong by half: some steps are shorter than computing alone is.", "",
         "Made by `python benchmarks/scale.py --json docs/scale.json` and `python benchmarks/scale.py --render`.", "",
     ]  # fmt: skip
     for model in (one for one in MODELS if any(row["model"] == one for row in rows)):

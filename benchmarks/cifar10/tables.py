@@ -139,7 +139,7 @@ def _ab_table() -> Table:
     exact, wide = Row("vgg", DP), Row("wide", DP, ranks=1, batch=4.0)
     small = [_ab(strategy) for strategy in (AB_ALONE, AB, "ab(cutoff=0.4)", AB_THEN_EXACT, AB_THEN_BITS4)]
     small += [_late_ab("vgg", 0.37, "maxnorm"), _late_ab("vgg", 0.35, FED8, warmup=15)]
-    small += [_late_ab("vgg", 0.37, FED8, groups=0)]  # one rank, which has no groups either, lost half as much
+    small += [_late_ab("vgg", 0.37, FED8, groups=0)]  # one rank, which has no groups either, lost less
     smallest = [_late_ab("wide", 0.2, FED8, ", min_rank=16"), _ab("ab(cutoff=0.15)", "wide")]
     smallest += [replace(_late_ab("wide", 0.2, "mean", ", min_rank=16"), ranks=1, batch=4.0)]
     goals = [
